@@ -1,0 +1,33 @@
+"""What every test runs under: eight CPU devices, strict promotion, reproducible randomness."""
+
+import os
+import zlib
+
+# Before jax is imported: it reads these once.
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# One thread for torch in each of the test workers, and nothing from a model hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# An example may compile, so its time says nothing: no deadline.
+_EVERYWHERE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("ci", _EVERYWHERE, derandomize=True, max_examples=50)
+# For a longer search by hand: make test PYTEST_ARGS=--hypothesis-profile=deep
+hypothesis.settings.register_profile("deep", _EVERYWHERE, derandomize=False, max_examples=2000)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the test's name alone: on neither the worker nor the order."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

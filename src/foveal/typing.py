@@ -1,0 +1,52 @@
+"""Array types and the legend of dimension letters used in every annotation of this package.
+
+====  =========================================================================
+B     batch
+S     rows of the sequence (tokens, padding included)
+E     model width (`hidden_size`)
+H     query heads
+D     head dim
+R     RoPE dims, the trailing ones of D
+C     entries, one slot each: S // m
+m     compress ratio: tokens per window, so per entry
+W     sliding window: raw keys a query sees, itself included
+K     selected entries per query
+I     indexer heads
+J     indexer head dim
+F     width of a compressor's projections: D, or 2 D where windows overlap
+G     output groups
+L     latent width: `q_lora_rank` for queries, `o_lora_rank` for outputs
+====  =========================================================================
+
+Annotations are jaxtyping's. They cost nothing at run time; the test suite checks them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+
+Precision = str | jax.lax.Precision | None
+"""What `precision=` takes, as in `jax.numpy.einsum`: "highest", `jax.lax.Precision.HIGHEST`, ... or JAX's default."""
+
+
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """float64 for float64, else float32: what logits, softmax, norms, pooling and sums are computed in.
+
+    Not `jnp.promote_types`, which refuses bfloat16 with float32 under strict dtype promotion.
+    """
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+__all__ = [
+    "Array",
+    "Bool",
+    "DTypeLike",
+    "Float",
+    "Float32",
+    "Int",
+    "Int32",
+    "Precision",
+    "Shaped",
+    "accumulation_dtype",
+]

@@ -1,0 +1,101 @@
+"""Who sees what: two contiguous ranges per query."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from foveal.geometry.documents import Documents
+from foveal.typing import Array, Bool, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """What each query may look at: a range of raw rows and a range of entry slots.
+
+    With d = document_start[t] and p = t - d, the query at row t sees
+
+    * rows [max(d, t - W + 1), t], the sliding window: W keys with itself;
+    * slots [d // m, d // m + (p + 1) // m), the entries of its document's windows that end at or before t.
+
+    A padding row has d = t + 1, so both ranges are empty. Both ends of both ranges never decrease along the rows.
+    (DeepSeek-V4 technical report, arXiv 2606.19348, sections on causality and packed sequences; the entry that a
+    window's last token completes is visible to that token.)
+
+    Attributes:
+        documents: where the documents begin.
+        sliding_window: W >= 1.
+        compress_ratio: m >= 1, or 0 where the layer has no entries.
+
+    Raises:
+        ValueError: `sliding_window` below 1 or `compress_ratio` below 0.
+    """
+
+    documents: Documents
+    sliding_window: int = dataclasses.field(metadata={"static": True})
+    compress_ratio: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Checks the static fields; the data may be anything a tree transformation puts there."""
+        for name, least in (("sliding_window", 1), ("compress_ratio", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+
+    @property
+    def slots(self) -> int:
+        """C, the number of entry slots; 0 without entries."""
+        return self.documents.shape[1] // self.compress_ratio if self.compress_ratio else 0
+
+    @property
+    def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
+        """int32 [B, S] twice: first row seen and one past the last."""
+        rows = jax.lax.broadcasted_iota(jnp.int32, self.documents.shape, 1)
+        return jnp.maximum(self.documents.document_start, rows - (self.sliding_window - 1)), rows + 1
+
+    @property
+    def entry_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
+        """int32 [B, S] twice: first slot seen and one past the last."""
+        if not self.compress_ratio:
+            nothing = jnp.zeros(self.documents.shape, jnp.int32)
+            return nothing, nothing
+        first = self.documents.document_start // self.compress_ratio
+        return first, first + (self.documents.positions + 1) // self.compress_ratio
+
+    @property
+    def window_counts(self) -> Int32[Array, "B S"]:
+        """int32 [B, S]: raw keys each query sees."""
+        first, end = self.window_range
+        return end - first
+
+    @property
+    def entry_counts(self) -> Int32[Array, "B S"]:
+        """int32 [B, S]: entries each query sees, before any selection."""
+        first, end = self.entry_range
+        return end - first
+
+    def window_mask(self) -> Bool[Array, "B S S"]:
+        """bool [B, S, S], True where query (row) sees raw key (column). Quadratic: for tests, pictures, `dense`."""
+        return _in_range(self.window_range, self.documents.shape[1])
+
+    def entry_mask(self) -> Bool[Array, "B S C"]:
+        """bool [B, S, C], True where query (row) sees entry (column). Quadratic: for tests, pictures, `dense`."""
+        return _in_range(self.entry_range, self.slots)
+
+    def dense(self) -> Bool[Array, "B S N"]:
+        """bool [B, S, S + C]: `window_mask` and `entry_mask` side by side."""
+        return jnp.concatenate([self.window_mask(), self.entry_mask()], axis=-1)
+
+    def sees_slots(self, slots: Int32[Array, "B S K"]) -> Bool[Array, "B S K"]:
+        """bool [B, S, K]: whether each query sees each of its own K slots; False for -1 and out of range."""
+        first, end = self.entry_range
+        return (slots >= first[:, :, None]) & (slots < end[:, :, None])
+
+
+def _in_range(bounds: tuple[Array, Array], size: int) -> Array:
+    first, end = bounds
+    index = jnp.arange(size, dtype=jnp.int32)[None, None]
+    return (index >= first[..., None]) & (index < end[..., None])

@@ -1,0 +1,96 @@
+"""Which rows form which entry."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from foveal.geometry.documents import Documents
+from foveal.typing import Array, Bool, Int32, Shaped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowLayout:
+    """The windows of m tokens that a compressor turns into entries, by slot. Build it with `of`.
+
+    A document's windows start at its first token, and only complete ones count (DeepSeek-V4 technical report, arXiv
+    2606.19348: every packed sequence is compressed independently). The window that starts at row s owns slot s // m.
+
+    Attributes:
+        start: int32 [B, C], first row of the slot's window; anything in range where not `valid`.
+        valid: bool [B, C], the slot holds a complete window of one document.
+        positions: int32 [B, C], position in its document of the window's first token, a multiple of m; 0 where not
+            `valid`. This is the position that RoPE gives the entry.
+        ratio: m, tokens per window. Static.
+        contiguous: slot c's window is known to be rows [c m, c m + m), so that windows are a reshape. Static.
+        complete: every slot is known to be `valid`. Static.
+    """
+
+    start: Int32[Array, "B C"]
+    valid: Bool[Array, "B C"]
+    positions: Int32[Array, "B C"]
+    ratio: int = dataclasses.field(metadata={"static": True})
+    contiguous: bool = dataclasses.field(metadata={"static": True})
+    complete: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, documents: Documents, ratio: int) -> WindowLayout:
+        """The windows of `ratio` tokens of `documents`; C = S // ratio slots, none for a row shorter than a window.
+
+        The window of slot c starts in [c m, c m + m - 1], so it always contains row c m + m - 1: the document of that
+        one row says which window the slot holds, and no search or scatter is needed. Two complete windows never share
+        a slot, since their starts are at least m rows apart.
+
+        Raises:
+            ValueError: `ratio` below 1.
+        """
+        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+            raise ValueError(f"ratio: expected an int >= 1, got {ratio!r}")
+        begins, length = documents.document_start, documents.shape[1]
+        slots = length // ratio
+        probe = jnp.arange(slots, dtype=jnp.int32)[None] * ratio + (ratio - 1)
+        begin = begins[:, : slots * ratio].reshape(begins.shape[0], slots, ratio)[:, :, -1]
+        offset = (probe - begin) // ratio * ratio
+        last = begin + offset + (ratio - 1)
+        same_document = jnp.take_along_axis(begins, jnp.clip(last, 0, max(length - 1, 0)), axis=1) == begin
+        valid = (begin <= probe) & (last < length) & same_document
+        return cls(
+            start=begin + offset,
+            valid=valid,
+            positions=jnp.where(valid, offset, 0),
+            ratio=ratio,
+            contiguous=documents.is_aligned(ratio),
+            complete=documents.is_unpacked,
+        )
+
+    @property
+    def slots(self) -> int:
+        """C."""
+        return self.start.shape[1]
+
+    @property
+    def has_previous(self) -> Bool[Array, "B C"]:
+        """bool [B, C]: the window is valid and not its document's first, so the m rows before it are a window too."""
+        return self.valid & (self.positions > 0)
+
+    def gather(self, rows: Shaped[Array, "B S F"], *, shift: int = 0) -> Shaped[Array, "B C m F"]:
+        """The rows of each slot's window, [B, S, F] -> [B, C, m, F].
+
+        Args:
+            rows: one vector a row.
+            shift: 0 for each slot's own window, -1 for the window before it.
+
+        Slots without such a window get arbitrary rows of the input: mask them by `valid` or `has_previous`.
+        """
+        batch, length, width = rows.shape
+        if self.contiguous:
+            windows = rows[:, : self.slots * self.ratio].reshape(batch, self.slots, self.ratio, width)
+            return jnp.roll(windows, -shift, axis=1) if shift else windows
+        first = self.start + shift * self.ratio
+        index = first[:, :, None] + jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
+        index = jnp.clip(index, 0, length - 1).reshape(batch, self.slots * self.ratio, 1)
+        taken = jnp.take_along_axis(rows, index, axis=1)
+        return taken.reshape(batch, self.slots, self.ratio, width)

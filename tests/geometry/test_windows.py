@@ -1,0 +1,266 @@
+"""Which rows form which entry: by brute force over documents and windows, gathered, reshaped and sharded."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveal.geometry import Documents, WindowLayout
+from foveal.testing.generators import distinct_values, random_segment_ids
+
+# 24 is a multiple of every ratio, 26 of few, 7 is shorter than the longest window.
+SHAPES = [(length, ratio) for length in (7, 24, 26) for ratio in (1, 2, 3, 4, 8)]
+shapes = pytest.mark.parametrize(("length", "ratio"), SHAPES)
+
+
+@pytest.fixture
+def unchecked_annotations(monkeypatch):
+    """Calls as a user makes them: this suite's check of annotations would speak first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def segment_ids(length: int, *, multiple: int = 1, batch: int = 2) -> st.SearchStrategy[np.ndarray]:
+    """Rows of runs that start at multiples of `multiple`, of any ids in any order, padding (0) anywhere."""
+    sizes = st.one_of(st.integers(1, 4), st.integers(1, length))
+    runs = st.lists(st.tuples(st.sampled_from([0, 7, 2, 5]), sizes), min_size=1, max_size=length)
+
+    def lay(runs: list[tuple[int, int]]) -> np.ndarray:
+        row = [i for value, size in runs for i in [value] * size + [0] * (-size % multiple)]
+        return np.array((row + [0] * length)[:length], np.int32)
+
+    return st.lists(runs.map(lay), min_size=batch, max_size=batch).map(np.stack)
+
+
+def documents_of(row: np.ndarray) -> list[tuple[int, int]]:
+    """First row and one past the last of every document."""
+    found, t = [], 0
+    for value, run in itertools.groupby(row.tolist()):
+        size = len(list(run))
+        found += [(t, t + size)] if value else []
+        t += size
+    return found
+
+
+def windows_of(row: np.ndarray, ratio: int) -> dict[int, tuple[int, int]]:
+    """slot -> (first row, position in its document) of every complete window; no two want the same slot."""
+    windows: dict[int, tuple[int, int]] = {}
+    for begin, end in documents_of(row):
+        for position in range(0, end - begin - ratio + 1, ratio):
+            slot = (begin + position) // ratio
+            assert slot not in windows, "two windows in one slot"
+            assert slot < len(row) // ratio, "more slots than S // m"
+            windows[slot] = (begin + position, position)
+    return windows
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _layout_and_gathers(ids, rows, ratio, alignment):
+    layout = WindowLayout.of(Documents.from_segment_ids(ids, alignment=alignment), ratio)
+    return {
+        "start": layout.start,
+        "valid": layout.valid,
+        "positions": layout.positions,
+        "has_previous": layout.has_previous,
+        "own": layout.gather(rows),
+        "previous": layout.gather(rows, shift=-1),
+    }
+
+
+def layout_and_gathers(ids: np.ndarray, ratio: int, alignment: int) -> dict[str, np.ndarray]:
+    """What a layout says, and its windows of rows in which no value occurs twice."""
+    rows = distinct_values((*ids.shape, 2), seed=1)
+    return {"rows": rows} | jax.tree.map(np.asarray, _layout_and_gathers(ids, rows, ratio, alignment))
+
+
+def check_windows(ids: np.ndarray, ratio: int, alignment: int) -> None:
+    told = layout_and_gathers(ids, ratio, alignment)
+    batch, length = ids.shape
+    slots = length // ratio
+    for name, dtype in (("start", np.int32), ("valid", bool), ("positions", np.int32), ("has_previous", bool)):
+        assert (told[name].shape, told[name].dtype) == ((batch, slots), dtype)
+    assert told["own"].shape == told["previous"].shape == (batch, slots, ratio, 2)
+    for b, row in enumerate(ids):
+        windows = windows_of(row, ratio)
+        assert np.flatnonzero(told["valid"][b]).tolist() == sorted(windows)
+        for c in range(slots):
+            first, position = windows.get(c, (None, 0))
+            assert told["positions"][b, c] == position
+            assert told["has_previous"][b, c] == (position > 0)
+            if first is not None:
+                assert told["start"][b, c] == first
+                np.testing.assert_array_equal(told["own"][b, c], told["rows"][b, first : first + ratio])
+            if first is not None and position > 0:
+                np.testing.assert_array_equal(told["previous"][b, c], told["rows"][b, first - ratio : first])
+    # Elsewhere arbitrary, but never out of range and never made up (NaN from a gather beyond the end, say).
+    assert ((told["start"] >= 0) & (told["start"] < length)).all()
+    assert np.isin(told["own"], told["rows"]).all()
+    assert np.isin(told["previous"], told["rows"]).all()
+
+
+@shapes
+@given(data=st.data())
+def test_windows_by_brute_force(length, ratio, data):
+    check_windows(data.draw(segment_ids(length)), ratio, alignment=1)
+
+
+@shapes
+@given(data=st.data())
+def test_windows_of_aligned_documents_are_a_reshape_and_the_same(length, ratio, data):
+    """A promise changes how windows are read, never which they are: every slot, row and position as without it."""
+    ids = data.draw(segment_ids(length, multiple=ratio))
+    check_windows(ids, ratio, alignment=ratio)
+    promised, plain = (layout_and_gathers(ids, ratio, alignment) for alignment in (ratio, 1))
+    for name in ("valid", "positions", "has_previous"):
+        np.testing.assert_array_equal(promised[name], plain[name])
+    for name, where in (("start", "valid"), ("own", "valid"), ("previous", "has_previous")):
+        np.testing.assert_array_equal(promised[name][plain[where]], plain[name][plain[where]])
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+@given(ids=segment_ids(24))
+def test_a_shard_owns_exactly_the_slots_of_the_windows_that_start_in_it(ratio, ids):
+    """Rows [r L, (r + 1) L) with m | L: slots [r L / m, (r + 1) L / m), so that shards' entries lie side by side."""
+    told = layout_and_gathers(ids, ratio, alignment=1)
+    for shard_length in (shard for shard in range(ratio, 25, ratio) if 24 % shard == 0):
+        for b, c in np.argwhere(told["valid"]):
+            shard = told["start"][b, c] // shard_length
+            assert shard * shard_length // ratio <= c < (shard + 1) * shard_length // ratio
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_windows_at_lengths_of_use(ratio):
+    ids = random_segment_ids(3, 2, 2100, max_document=700)
+    assert sum(len(windows_of(row, ratio)) for row in ids) > 2
+    check_windows(ids, ratio, alignment=1)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8])
+def test_unpacked_rows_are_complete(ratio):
+    layout = WindowLayout.of(Documents.unpacked(2, 26), ratio)
+    assert layout.contiguous
+    assert layout.complete
+    assert layout.valid.all()
+    expected = [[c * ratio for c in range(26 // ratio)]] * 2
+    assert layout.start.tolist() == layout.positions.tolist() == expected
+    assert layout.has_previous.tolist() == [[c > 0 for c in range(26 // ratio)]] * 2
+
+
+def test_a_window_straddles_no_documents_and_none_is_lost():
+    """Documents of 6 and 12 tokens: the first has one window, the second three, from its own first token on."""
+    layout = WindowLayout.of(Documents.from_cu_seqlens(np.array([0, 6, 18]), 18), 4)
+    assert layout.valid.tolist() == [[True, True, True, True]]
+    assert layout.start.tolist() == [[0, 6, 10, 14]]
+    assert layout.positions.tolist() == [[0, 0, 4, 8]]
+    assert layout.has_previous.tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("documents", "ratio", "valid"),
+    [
+        (Documents.from_lengths(np.array([5, 8, 0, 3]), 8), 4, [[1, 0], [1, 1], [0, 0], [0, 0]]),
+        (Documents.from_segment_ids(np.array([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])), 4, [[0], [0], [1]]),
+        (Documents.from_segment_ids(np.array([[0, 0, 1, 1, 1, 1, 1, 1]])), 4, [[1, 0]]),
+        # A document shorter than a window between two that are not, and one id on both sides of padding.
+        (Documents.from_cu_seqlens(np.array([0, 4, 6, 10]), 10), 4, [[1, 1]]),
+        (Documents.from_segment_ids(np.array([[5, 5, 0, 5, 5, 5, 5, 0]])), 4, [[1, 0]]),
+        (Documents.from_segment_ids(np.array([[1, 2, 3, 4, 5, 6, 7, 8]])), 2, [[0, 0, 0, 0]]),
+    ],
+)
+def test_padding_and_short_documents_give_no_entry(documents, ratio, valid):
+    layout = WindowLayout.of(documents, ratio)
+    assert layout.valid.astype(jnp.int32).tolist() == valid
+    assert not layout.complete
+
+
+@pytest.mark.parametrize(
+    ("documents", "contiguous", "complete"),
+    [
+        (Documents.unpacked(1, 12), True, True),
+        (Documents.from_lengths(np.array([12]), 12), True, False),
+        (Documents.from_segment_ids(np.ones((1, 12), int)), False, False),
+        (Documents.from_segment_ids(np.ones((1, 12), int), alignment=3), True, False),
+        (Documents.from_segment_ids(np.ones((1, 12), int), alignment=6), True, False),
+        (Documents.from_segment_ids(np.ones((1, 12), int), alignment=4), False, False),
+        (Documents.from_segment_ids(np.ones((1, 12), int), alignment=2), False, False),
+    ],
+)
+def test_what_is_statically_known(documents, contiguous, complete):
+    layout = WindowLayout.of(documents, 3)
+    assert (layout.contiguous, layout.complete, layout.ratio) == (contiguous, complete, 3)
+    assert layout.valid.tolist() == [[True] * 4]
+
+
+@pytest.mark.parametrize("alignment", [0, 1])
+@pytest.mark.parametrize(("batch", "length", "ratio"), [(0, 8, 4), (2, 0, 4), (0, 0, 1), (2, 3, 4), (1, 1, 128)])
+def test_empty_batches_and_rows_shorter_than_a_window(batch, length, ratio, alignment):
+    documents = Documents.from_segment_ids(np.ones((batch, length), np.int32), alignment=alignment)
+    layout = WindowLayout.of(documents, ratio)
+    shape = (batch, length // ratio)
+    assert layout.start.shape == layout.valid.shape == layout.positions.shape == layout.has_previous.shape == shape
+    for shift in (0, -1):
+        assert layout.gather(jnp.ones((batch, length, 5)), shift=shift).shape == (*shape, ratio, 5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int32, bool])
+def test_gather_keeps_the_dtype(dtype):
+    for alignment in (0, 1):
+        layout = WindowLayout.of(Documents.from_segment_ids(np.ones((1, 8), int), alignment=alignment), 4)
+        assert layout.gather(jnp.ones((1, 8, 3), dtype), shift=-1).dtype == dtype
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_gather_sends_gradients_back_to_the_rows_it_took(alignment):
+    """Each row is in at most one window, so its gradient is that window's and nothing else's."""
+    ids = np.array([[3, 3, 3, 3, 3, 0, 0, 0, 6, 6, 6, 6, 0]], np.int32)
+    layout = WindowLayout.of(Documents.from_segment_ids(ids, alignment=alignment), 4)
+    weights = distinct_values((1, 3, 4, 2), seed=2)
+
+    def loss(rows):
+        return jnp.where(layout.valid[:, :, None, None], layout.gather(rows) * weights, 0.0).sum()
+
+    expected = np.zeros((1, 13, 2), np.float32)
+    expected[0, 0:4], expected[0, 8:12] = weights[0, 0], weights[0, 2]
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones((1, 13, 2))), expected)
+
+
+def test_documents_are_data_and_never_retrace():
+    traces = []
+
+    @jax.jit
+    def traced(ids):
+        traces.append(ids)
+        return WindowLayout.of(Documents.from_segment_ids(ids), 4)
+
+    for seed in range(4):
+        ids = random_segment_ids(seed, 2, 24, max_document=12)
+        got, concrete = traced(ids), WindowLayout.of(Documents.from_segment_ids(ids), 4)
+        assert jax.tree.structure(got) == jax.tree.structure(concrete)
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(concrete), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert len(traces) == 1
+
+
+def test_layouts_pass_through_tree_transformations(unchecked_annotations):
+    ids = np.stack([random_segment_ids(seed, 2, 24, max_document=12) for seed in range(3)])
+    rows = distinct_values((3, 2, 24, 2), seed=4)
+    layouts = jax.vmap(lambda ids: WindowLayout.of(Documents.from_segment_ids(ids), 4))(ids)
+    gathered = jax.vmap(lambda layout, rows: layout.gather(rows))(layouts, rows)
+    assert (layouts.ratio, layouts.contiguous, layouts.complete) == (4, False, False)
+    for i in range(3):
+        alone = WindowLayout.of(Documents.from_segment_ids(ids[i]), 4)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], layouts), alone)
+        np.testing.assert_array_equal(gathered[i], alone.gather(jnp.asarray(rows[i])))
+    assert len(jax.tree.leaves(layouts)) == 3
+    assert jax.tree.structure(layouts) != jax.tree.structure(WindowLayout.of(Documents.unpacked(2, 24), 4))
+
+
+@pytest.mark.parametrize("ratio", [0, -4, True, 1.5, "4"])
+def test_a_bad_ratio_is_named(ratio, unchecked_annotations):
+    with pytest.raises(ValueError, match=f"^ratio: expected an int >= 1, got {ratio!r}"):
+        WindowLayout.of(Documents.unpacked(1, 8), ratio)

@@ -1,0 +1,1 @@
+"""Implementations of the ops. Users name them (`implementation="dense"`), and never import them."""

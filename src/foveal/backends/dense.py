@@ -1,0 +1,72 @@
+"""Core attention by the book: every score is materialised. The obvious one, to be read and compared with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.sinks import attention_with_sinks
+from foveal.typing import Array, Precision
+
+
+class Dense(Backend):
+    """Builds [B, S, H, S] and [B, S, H, C] scores; computes in the accumulation dtype throughout."""
+
+    name = "dense"
+    quadratic = True
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """It can do everything, at a price in memory."""
+        del request
+        return None
+
+    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+        """One softmax over raw keys and entries together."""
+        dtype = request.accumulation_dtype
+        unseeing = request.visibility.documents.is_padding[:, :, None, None]
+        q = jnp.where(unseeing, 0.0, request.q.astype(dtype)) * request.scale
+        groups = [(request.kv.astype(dtype), request.visibility.window_mask())]
+        if request.entries is not None:
+            groups.append((request.entries.astype(dtype), _entry_mask(request)))
+
+        logits = [_masked_logits(q, keys, mask, request.precision) for keys, mask in groups]
+        peak = jax.lax.stop_gradient(jnp.max(jnp.stack([x.max(axis=-1, initial=-jnp.inf) for x in logits]), axis=0))
+        seen = peak != -jnp.inf  # true for NaN, which must show
+        weights = [jnp.exp(x - jnp.where(seen, peak, 0.0)[..., None]) for x in logits]
+        total = sum((w.sum(axis=-1) for w in weights), start=jnp.zeros_like(peak))
+        safe_total = jnp.where(seen, total, 1.0)
+        out = sum(
+            (_values(w, keys, request.precision) for w, (keys, _) in zip(weights, groups, strict=True)),
+            start=jnp.zeros_like(q),
+        )
+        out = out / safe_total[..., None]
+        lse = jnp.where(seen, jnp.where(seen, peak, 0.0) + jnp.log(safe_total), -jnp.inf)
+        return attention_with_sinks(out, lse, request.sinks).astype(request.q.dtype), lse
+
+
+def _entry_mask(request: AttentionRequest) -> Array:
+    """bool [B, S, C]: visible and, where there are indices, selected."""
+    mask, indices = request.visibility.entry_mask(), request.indices
+    if indices is None:
+        return mask
+    batch, length, slots = mask.shape
+    b = jnp.arange(batch)[:, None, None]
+    s = jnp.arange(length)[None, :, None]
+    # Slots that must not count go to one column past the last: a negative index would wrap around.
+    target = jnp.where(request.visibility.sees_slots(indices), indices, slots)
+    return jnp.zeros((batch, length, slots + 1), bool).at[b, s, target].set(True)[..., :slots]
+
+
+def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> Array:
+    """[B, S, H, N]; all heads in one matmul of S * H rows, which CPUs run twice as fast as one per head."""
+    batch, length, heads, dim = q.shape
+    rows = q.reshape(batch, length * heads, dim)
+    logits = jnp.einsum("brd,bnd->brn", rows, keys, precision=precision)
+    return jnp.where(mask[:, :, None, :], logits.reshape(batch, length, heads, keys.shape[1]), -jnp.inf)
+
+
+def _values(weights: Array, keys: Array, precision: Precision) -> Array:
+    batch, length, heads, count = weights.shape
+    rows = weights.reshape(batch, length * heads, count)
+    return jnp.einsum("brn,bnd->brd", rows, keys, precision=precision).reshape(batch, length, heads, keys.shape[2])

@@ -1,0 +1,89 @@
+"""The only place that chooses an implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from foveal.backends.dense import Dense
+from foveal.backends.request import AttentionRequest, Backend
+
+_PREFERENCE: tuple[Backend, ...] = (Dense(),)
+"""The order in which `implementation=None` tries them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One implementation's answer to a call.
+
+    Attributes:
+        name: what `implementation=` takes.
+        runs: whether this is the one that would run.
+        reason: why it would, could or cannot.
+    """
+
+    name: str
+    runs: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation would run a call, and why the others would not. `print` it."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """Name of the implementation that would run; None if the call would be refused."""
+        return next((v.name for v in self.verdicts if v.runs), None)
+
+    def __str__(self) -> str:
+        """One line an implementation, the chosen one marked."""
+        width = max(len(v.name) for v in self.verdicts)
+        return "\n".join(f"{'->' if v.runs else '  '} {v.name:<{width}}  {v.reason}" for v in self.verdicts)
+
+
+def names() -> tuple[str, ...]:
+    """Every implementation there is."""
+    return tuple(backend.name for backend in _PREFERENCE)
+
+
+def explain(request: AttentionRequest, implementation: str | None) -> Explanation:
+    """What each implementation would do with the call.
+
+    Raises:
+        ValueError: `implementation` is not the name of one.
+    """
+    if implementation is not None and implementation not in names():
+        raise ValueError(f"implementation: expected None or one of {', '.join(names())}, got {implementation!r}")
+    refusals = {backend.name: backend.refusal(request) for backend in _PREFERENCE}
+    able = [backend for backend in _PREFERENCE if refusals[backend.name] is None]
+    # Linear memory first: a quadratic one is nobody's silent choice while another can do the work.
+    preferred = sorted(able, key=lambda backend: backend.quadratic)
+    wanted = [b for b in able if b.name == implementation] if implementation is not None else preferred
+    chosen = wanted[0].name if wanted else None
+
+    def verdict(backend: Backend) -> Verdict:
+        refusal = refusals[backend.name]
+        if refusal is not None:
+            return Verdict(backend.name, False, f"cannot: {refusal}")
+        runs = backend.name == chosen
+        memory = "memory grows with S * (S + C)" if backend.quadratic else "memory grows with S"
+        why = "asked for" if implementation is not None else "first choice"
+        return Verdict(backend.name, runs, f"{why if runs else 'able'}; {memory}")
+
+    return Explanation(tuple(verdict(backend) for backend in _PREFERENCE))
+
+
+def choose(request: AttentionRequest, implementation: str | None) -> Backend:
+    """The implementation that runs the call. A named one never gives way to another.
+
+    Raises:
+        ValueError: `implementation` is not the name of one.
+        NotImplementedError: the named one, or every one, cannot do it; the message says why.
+    """
+    explanation = explain(request, implementation)
+    if explanation.chosen is None:
+        what = "no implementation can do this" if implementation is None else f"{implementation!r} cannot do this"
+        raise NotImplementedError(f"{what}:\n{explanation}")
+    return next(backend for backend in _PREFERENCE if backend.name == explanation.chosen)

@@ -1,0 +1,73 @@
+"""What a backend is asked to do, and what a backend is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from foveal.geometry import Visibility
+from foveal.typing import Array, Precision, accumulation_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRequest:
+    """One validated call of core attention.
+
+    Attributes:
+        q: [B, S, H, D].
+        kv: [B, S, D], key and value of each raw token.
+        entries: [B, C, D], key and value of each slot; None where the layer has none or C is 0.
+        visibility: who sees what.
+        indices: [B, S, K] int32, the selected slots, in any order; duplicates count once, slots that the query does
+            not see (-1 among them) not at all. None for all visible entries.
+        sinks: [H] in the accumulation dtype, or None.
+        scale: of the logits.
+        precision: of the matmuls.
+    """
+
+    q: Array
+    kv: Array
+    entries: Array | None
+    visibility: Visibility
+    indices: Array | None
+    sinks: Array | None
+    scale: float
+    precision: Precision
+
+    @property
+    def accumulation_dtype(self) -> jnp.dtype:
+        """float32, or float64 for float64 inputs: logits, softmax and sums, whatever the inputs."""
+        return accumulation_dtype(self.q.dtype)
+
+    @property
+    def platform(self) -> str:
+        """Where JAX would run this: "cpu", "gpu" or "tpu"."""
+        return jax.default_backend()
+
+
+class Backend(abc.ABC):
+    """An implementation of core attention.
+
+    Queries that see nothing give zeros, an lse of -inf, and no gradient to anything, whatever they hold.
+
+    Attributes:
+        name: what `implementation=` takes.
+        quadratic: builds an array of S x S or S x C elements. Such a one runs by name, or where no other can.
+    """
+
+    name: str
+    quadratic: bool
+
+    @abc.abstractmethod
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Why it cannot do this, or None if it can. Looks at shapes, dtypes and static facts only."""
+
+    @abc.abstractmethod
+    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+        """Output [B, S, H, D] in q's dtype and log-sum-exp [B, S, H] in the accumulation dtype.
+
+        The output has the sinks in its denominator, the log-sum-exp is over the keys alone; both are differentiable.
+        """

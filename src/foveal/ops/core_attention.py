@@ -1,0 +1,216 @@
+"""Core attention: one softmax over a window of raw keys, compressed entries and a sink."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, overload
+
+import jax.numpy as jnp
+import numpy as np
+
+from foveal.backends import registry
+from foveal.backends.registry import Explanation
+from foveal.backends.request import AttentionRequest
+from foveal.geometry import Visibility
+from foveal.typing import Array, Bool, Float, Int, Precision
+
+
+@overload
+def core_attention(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B S D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+) -> Float[Array, "B S H D"]: ...
+
+
+@overload
+def core_attention(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B S D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]: ...
+
+
+def core_attention(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B S D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B S H D"] | tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
+    """DeepSeek-V4's attention over the sliding window and the compressed entries (arXiv 2606.19348, section 2.3).
+
+    out[t, h] = sum_j exp(l_j) k_j / (sum_j exp(l_j) + exp(sink_h)), l_j = scale * q[t, h] . k_j, over the raw keys and
+    entries k_j that `visibility` shows to t. Each key is also the value; all heads share them.
+
+    Logits, softmax and sums are float32 whatever the inputs. A query that sees nothing gives exact zeros. A sink of
+    -inf is no sink, of +inf gives zeros. NaN or infinity in a key reaches the queries that see it and no other.
+    Differentiable in q, kv, entries and sinks.
+
+    Args:
+        q: queries, [B, S, H, D].
+        kv: raw keys = values, [B, S, D], in q's dtype.
+        entries: compressed keys = values by slot, [B, C, D], in q's dtype; None only where `visibility` has no slots.
+        visibility: who sees what.
+        indices: integers [B, S, K], the slots each query may use, the same for all heads: any order; -1, slots out of
+            range and slots that the query does not see are ignored; a duplicate counts once. None: all it sees.
+        sinks: [H], logits in the denominator only, unscaled; None for none.
+        scale: of the logits, D ** -0.5 by default.
+        precision: of the matmuls, as in `jax.lax.dot_general`.
+        return_lse: also return the log-sum-exp of the logits.
+        implementation: a name, or None for the best that can; `explain` tells which.
+
+    Returns:
+        [B, S, H, D] in q's dtype. With `return_lse` also float32 [B, S, H]: the log-sum-exp over the keys alone, the
+        sink excluded, -inf where nothing is visible; differentiable, so that results over disjoint keys can be merged.
+
+    Raises:
+        ValueError: arguments that do not fit each other, or an unknown implementation.
+        NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
+    """
+    request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
+    backend = registry.choose(request, implementation)
+    clean, tainted = _isolate_non_finite(_with_exact_dtypes(request))
+    out, lse = backend(clean)
+    out = jnp.where(tainted[:, :, None, None], jnp.nan, out)
+    if not return_lse:
+        return out
+    return out, jnp.where(tainted[:, :, None], jnp.nan, lse)
+
+
+def explain(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B S D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    implementation: str | None = None,
+) -> Explanation:
+    """Which implementation `core_attention` would run for these arguments, and why the others would not.
+
+    Takes `core_attention`'s arguments and computes nothing.
+
+    Raises:
+        ValueError: as `core_attention`.
+    """
+    request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
+    return registry.explain(request, implementation)
+
+
+def _request(
+    q: Array,
+    kv: Array,
+    entries: Array | None,
+    visibility: Visibility,
+    indices: Array | None,
+    sinks: Array | None,
+    scale: float | int | None,
+    precision: Precision,
+) -> AttentionRequest:
+    """Checks a call and fills in its defaults; needs shapes and dtypes only."""
+    _check_keys(q, kv, entries, visibility)
+    batch, length, heads, dim = q.shape
+    if indices is not None:
+        if indices.ndim != 3 or indices.shape[:2] != (batch, length):
+            raise ValueError(f"indices: expected [B, S, K] with (B, S) = {(batch, length)}, got shape {indices.shape}")
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
+    if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(f"sinks: expected floats [H] = {(heads,)}, got {sinks.dtype} of shape {sinks.shape}")
+    scale = dim**-0.5 if scale is None else scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number) or not np.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    if visibility.slots == 0:
+        entries = indices = None
+    return AttentionRequest(q, kv, entries, visibility, indices, sinks, float(scale), precision)
+
+
+def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibility) -> None:
+    if q.ndim != 4 or q.shape[:2] != visibility.documents.shape:
+        raise ValueError(f"q: expected [B, S, H, D] with (B, S) = {visibility.documents.shape}, got shape {q.shape}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q: expected a floating dtype, got {q.dtype}")
+    batch, length, _, dim = q.shape
+    if kv.shape != (batch, length, dim):
+        raise ValueError(f"kv: expected [B, S, D] = {(batch, length, dim)}, got shape {kv.shape}")
+    if kv.dtype != q.dtype:
+        raise ValueError(f"kv: expected q's dtype {q.dtype}, got {kv.dtype}")
+    if entries is None:
+        if visibility.slots:
+            raise ValueError(f"entries: expected [B, C, D] with C = {visibility.slots}, got None")
+        return
+    if entries.shape != (batch, visibility.slots, dim):
+        raise ValueError(
+            f"entries: expected [B, C, D] = {(batch, visibility.slots, dim)} (C = S // compress_ratio), "
+            f"got shape {entries.shape}"
+        )
+    if entries.dtype != q.dtype:
+        raise ValueError(f"entries: expected q's dtype {q.dtype}, got {entries.dtype}")
+
+
+def _with_exact_dtypes(request: AttentionRequest) -> AttentionRequest:
+    """Sinks in the accumulation dtype; indices int32, saturated so that none wraps around into range."""
+    indices, sinks = request.indices, request.sinks
+    if indices is not None:
+        limits = jnp.iinfo(indices.dtype)
+        none, beyond = max(-1, limits.min), min(request.visibility.slots, limits.max)
+        indices = jnp.clip(indices, none, beyond).astype(jnp.int32)
+    if sinks is not None:
+        sinks = sinks.astype(request.accumulation_dtype)
+    return dataclasses.replace(request, indices=indices, sinks=sinks)
+
+
+def _isolate_non_finite(request: AttentionRequest) -> tuple[AttentionRequest, Bool[Array, "B S"]]:
+    """The call with non-finite keys replaced by zeros, and which queries see one of those.
+
+    A matmul spreads one NaN over all its rows, since 0 * NaN is NaN, also in its gradients: so keys are cleaned
+    before any implementation sees them, and what they would have done to those who see them is put back after.
+    The cost is a pass over keys that all heads share.
+    """
+    visibility, indices, entries = request.visibility, request.indices, request.entries
+    kv_bad = ~jnp.isfinite(request.kv).all(axis=-1)
+    tainted = _any_in_range(kv_bad, visibility.window_range)
+    if entries is not None:
+        bad = ~jnp.isfinite(entries).all(axis=-1)
+        if indices is None:
+            tainted |= _any_in_range(bad, visibility.entry_range)
+        else:
+            slot = jnp.clip(indices, 0, entries.shape[1] - 1).reshape(indices.shape[0], -1)
+            selected_bad = jnp.take_along_axis(bad, slot, axis=1).reshape(indices.shape)
+            tainted |= (selected_bad & visibility.sees_slots(indices)).any(axis=-1)
+        entries = jnp.where(bad[:, :, None], 0.0, entries)
+    kv = jnp.where(kv_bad[:, :, None], 0.0, request.kv)
+    return dataclasses.replace(request, kv=kv, entries=entries), tainted
+
+
+def _any_in_range(flags: Bool[Array, "B N"], bounds: tuple[Array, Array]) -> Bool[Array, "B S"]:
+    """Whether any flag in [first, end) is set, from running counts."""
+    before = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    first, end = (jnp.take_along_axis(before, bound, axis=1) for bound in bounds)
+    return end > first

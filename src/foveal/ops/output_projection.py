@@ -1,0 +1,40 @@
+"""The grouped half of the output projection."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from foveal.typing import Array, Float, Precision
+
+
+def grouped_projection(
+    x: Float[Array, "B S H D"], kernel: Float[Array, "G N L"], *, precision: Precision = None
+) -> Float[Array, "B S M"]:
+    """Projects G contiguous groups of heads, each by its own matrix, and lays the results side by side.
+
+    Heads stay in order; group g holds heads g H/G ... (g + 1) H/G - 1, flattened to N = (H / G) D. No bias, no norm
+    and no activation stand between this and the projection to the model width that follows it. Technical report,
+    arXiv 2606.19348, section 2.3.1 (grouped output projection).
+
+    Args:
+        x: attention outputs, [B, S, H, D].
+        kernel: [G, (H / G) D, L].
+        precision: of the matmul.
+
+    Returns:
+        [B, S, G * L] in x's dtype.
+
+    Raises:
+        ValueError: H is not a multiple of G, or the kernel's second axis is not (H / G) D.
+    """
+    if x.ndim != 4:
+        raise ValueError(f"x: expected [B, S, H, D], got shape {x.shape}")
+    if kernel.ndim != 3:
+        raise ValueError(f"kernel: expected [G, H * D / G, L], got shape {kernel.shape}")
+    batch, length, heads, dim = x.shape
+    groups, width, latent = kernel.shape
+    if heads % groups or width * groups != heads * dim:
+        raise ValueError(f"kernel: expected [G, H * D / G, L] for x {x.shape}, got {kernel.shape}")
+    grouped = x.reshape(batch, length, groups, width)
+    projected = jnp.einsum("bsgn,gnl->bsgl", grouped, kernel.astype(x.dtype), precision=precision)
+    return projected.reshape(batch, length, groups * latent)

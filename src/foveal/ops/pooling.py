@@ -1,0 +1,84 @@
+"""Softmax-gated pooling of windows into entries."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from foveal.geometry import WindowLayout
+from foveal.typing import Array, Float, Float32
+
+
+def pool_windows(
+    kv: Float[Array, "B S F"],
+    gate: Float[Array, "B S F"],
+    position_bias: Float[Array, "m F"],
+    layout: WindowLayout,
+    *,
+    overlap: bool,
+) -> Float32[Array, "B C D"]:
+    """Pools each window's tokens into one entry, weighted feature by feature by a softmax of their gates.
+
+    Plain (HCA): entry = sum_j softmax_j(gate[j] + position_bias[j]) * kv[j] over the window's m tokens; D = F.
+    Overlapped (CSA and its indexer): the projections are twice as wide, F = 2 D. A token's first half (the previous
+    half) takes part in the entry of the *next* window, its second half (the current half) in that of its own, so that
+    each entry has 2 m terms, m of them absent in a document's first window. The bias enters the gate only.
+
+    Technical report, arXiv 2606.19348, equations 9-12 and 20-23.
+
+    Args:
+        kv: values per token, [B, S, F].
+        gate: gate logits per token, [B, S, F].
+        position_bias: [m, F], by position within the window.
+        layout: which rows form which entry.
+        overlap: whether windows overlap.
+
+    Returns:
+        float32 [B, C, D], zeros in slots that hold no window. Neither values nor gradients of such a slot's rows
+        reach anything, NaN included.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the layout.
+    """
+    _check_shapes(kv, gate, position_bias, layout, overlap=overlap)
+    width = kv.shape[-1] // 2 if overlap else kv.shape[-1]
+    current = slice(kv.shape[-1] - width, None)
+    parts = [(current, 0, None if layout.complete else layout.valid)]
+    if overlap:
+        parts.insert(0, (slice(0, width), -1, layout.has_previous))
+
+    values, logits = [], []
+    for half, shift, present in parts:
+        value = layout.gather(kv[..., half], shift=shift).astype(jnp.float32)
+        logit = layout.gather(gate[..., half], shift=shift).astype(jnp.float32)
+        logit = logit + position_bias[:, half].astype(jnp.float32)[None, None]
+        if present is not None:  # absent rows are replaced before use, so that 0 x NaN never arises, forward or back
+            present = present[:, :, None, None]
+            value = jnp.where(present, value, 0.0)
+            logit = jnp.where(present, logit, -jnp.inf)
+        values.append(value)
+        logits.append(logit)
+    pooled = _softmax_weighted_sum(jnp.concatenate(values, axis=2), jnp.concatenate(logits, axis=2))
+    return pooled if layout.complete else jnp.where(layout.valid[:, :, None], pooled, 0.0)
+
+
+def _softmax_weighted_sum(value: Array, logit: Array) -> Array:
+    """sum_j softmax_j(logit) * value over axis 2; 0 where every logit is -inf."""
+    peak = jax.lax.stop_gradient(jnp.max(logit, axis=2, keepdims=True))
+    weight = jnp.exp(logit - jnp.where(peak == -jnp.inf, 0.0, peak))
+    total = jnp.sum(weight, axis=2)
+    return jnp.sum(weight * value, axis=2) / jnp.where(total == 0.0, 1.0, total)
+
+
+def _check_shapes(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, overlap: bool) -> None:
+    if kv.ndim != 3 or kv.shape[0] != layout.start.shape[0] or kv.shape[1] // layout.ratio != layout.slots:
+        raise ValueError(
+            f"kv: expected [B, S, F] with B = {layout.start.shape[0]} and S // {layout.ratio} = {layout.slots}, "
+            f"got shape {kv.shape}"
+        )
+    if gate.shape != kv.shape:
+        raise ValueError(f"gate: expected kv's shape {kv.shape}, got {gate.shape}")
+    if position_bias.shape != (layout.ratio, kv.shape[2]):
+        raise ValueError(f"position_bias: expected {(layout.ratio, kv.shape[2])}, got {position_bias.shape}")
+    if overlap and kv.shape[2] % 2:
+        raise ValueError(f"kv: overlapped windows need an even width, got shape {kv.shape}")

@@ -1,0 +1,93 @@
+"""Rotary position embedding: plain and YaRN frequencies, interleaved pairs, trailing dims, and its inverse."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from foveal.config import RopeConfig, YarnConfig
+from foveal.typing import Array, Float, Float32, Int
+
+
+class RopeTable(NamedTuple):
+    """Cosines and sines of the angles of some positions, one a pair of dims: float32 [B, T, R / 2] each."""
+
+    cos: Float32[Array, "B T P"]
+    sin: Float32[Array, "B T P"]
+
+
+def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
+    """Angle per position of each pair of dims, float32 [rope_dim / 2], pair i being dims 2 i and 2 i + 1.
+
+    theta ** (-2 i / R), and with YaRN (arXiv 2309.00071, section 3.2) a blend of f / factor for the pairs that turn
+    less than `beta_slow` times over the original context and f for those that turn more than `beta_fast` times.
+    DeepSeek-V4 scales neither the cosines nor the softmax by YaRN's attention factor.
+
+    Every step is rounded to float32, as in DeepSeek's inference code and in transformers, to give the same bits: one
+    unit in the last place of a frequency is 0.06 radians at a million tokens.
+
+    Raises:
+        ValueError: `rope_dim` is odd or below 2.
+    """
+    if rope_dim < 2 or rope_dim % 2:
+        raise ValueError(f"rope_dim: expected an even number >= 2, got {rope_dim}")
+    exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
+    # float32 powers differ by an ulp between libraries; rounding the float64 power once is the one everybody is near.
+    frequency = np.float32(1) / np.power(rope.theta, exponent.astype(np.float64)).astype(np.float32)
+    return frequency if rope.yarn is None else _yarn(frequency, rope.theta, rope_dim, rope.yarn)
+
+
+def _yarn(frequency: np.ndarray, theta: float, rope_dim: int, yarn: YarnConfig) -> np.ndarray:
+    def pair_that_turns(times: float) -> float:
+        turns = yarn.original_max_position_embeddings / (times * 2 * math.pi)
+        return rope_dim * math.log(turns) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), rope_dim - 1)
+    span = np.float32(high - low if high != low else 0.001)
+    ramp = np.clip((np.arange(rope_dim // 2, dtype=np.float32) - np.float32(low)) / span, np.float32(0), np.float32(1))
+    keep = np.float32(1) - ramp
+    return frequency / np.float32(yarn.factor) * (np.float32(1) - keep) + frequency * keep
+
+
+def rope_table(positions: Int[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
+    """Cosines and sines for integer `positions` [B, T]: float32 [B, T, rope_dim / 2] each.
+
+    Positions below 2**24 are exact in float32; the angle is one float32 product, as in DeepSeek's inference code.
+    """
+    frequency = jnp.asarray(rope_frequencies(rope, rope_dim))
+    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    return RopeTable(jnp.cos(angle), jnp.sin(angle))
+
+
+def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bool = False) -> Float[Array, "..."]:
+    """Rotates the trailing R dims of `x` by the table's angles, or back by them; the leading D - R pass through.
+
+    The pair (a, b) = (x[2 i], x[2 i + 1]) becomes (a cos - b sin, a sin + b cos) in float32, then takes x's dtype.
+
+    Args:
+        x: [B, T, D] or [B, T, H, D].
+        table: from `rope_table` for positions [B, T]; R is twice its last axis.
+        inverse: rotate by the negative angle. V4's values carry RoPE, so its attention output is rotated back by the
+            query's position (technical report, arXiv 2606.19348, section 2.3.3).
+
+    Raises:
+        ValueError: x has other positions than the table, or is narrower than R.
+    """
+    rope_dim = 2 * table.cos.shape[-1]
+    if x.ndim < 3 or x.shape[:2] != table.cos.shape[:2] or x.shape[-1] < rope_dim:
+        raise ValueError(
+            f"x: expected [B, T, ..., D] with (B, T) = {table.cos.shape[:2]} as the table and D >= {rope_dim}, "
+            f"got shape {x.shape}"
+        )
+    extra = (1,) * (x.ndim - 3)
+    cos, sin = (t.reshape(*t.shape[:2], *extra, t.shape[2]).astype(jnp.float32) for t in table)
+    sin = -sin if inverse else sin
+    pairs = x[..., x.shape[-1] - rope_dim :].astype(jnp.float32).reshape(*x.shape[:-1], rope_dim // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    rotated = rotated.reshape(*x.shape[:-1], rope_dim).astype(x.dtype)
+    return jnp.concatenate([x[..., : x.shape[-1] - rope_dim], rotated], axis=-1)

@@ -1,0 +1,377 @@
+"""Core attention against the reference in float64: outputs, log-sum-exps, every gradient, every implementation."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+from foveal.backends import registry
+from foveal.geometry import Documents, Visibility
+from foveal.ops import core_attention
+from foveal.testing.generators import random_segment_ids
+from foveal.testing.numerics import assert_close, assert_gradients_close
+from foveal.testing.reference import reference_core_attention, reference_visibility
+
+B, S, H, D, W, M, K = 2, 19, 5, 8, 4, 3, 3
+C = S // M
+IMPLEMENTATIONS = registry.names()
+PACKED = np.array([[0] * 2 + [1] * 10 + [2] * 2 + [1] * 5, [5] * 18 + [0]], np.int32)
+FULL = np.ones((B, S), np.int32)
+NAMES = ("q", "kv", "entries", "sinks")
+
+
+def seen_in(segment_ids: np.ndarray) -> Visibility:
+    return Visibility(Documents.from_segment_ids(segment_ids), W, M)
+
+
+def problem(seed: int, dtype: Any = np.float32) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    q, kv, entries, sinks = (rng.normal(size=shape) for shape in ((B, S, H, D), (B, S, D), (B, C, D), (H,)))
+    return (
+        (2 * q).astype(dtype),
+        kv.astype(dtype),
+        entries.astype(dtype),
+        sinks.astype(np.promote_types(dtype, np.float32)),
+    )
+
+
+def some_indices(seed: int) -> np.ndarray:
+    """In any order, with duplicates, with none, out of range and not visible."""
+    return np.random.default_rng([seed, 1]).integers(-2, C + 2, (B, S, K)).astype(np.int32)
+
+
+def unit_cotangents(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the output and of the log-sum-exp, of length 1 each."""
+    rng = np.random.default_rng([seed, 2])
+    both = rng.normal(size=(B, S, H, D)), rng.normal(size=(B, S, H))
+    return both[0] / np.linalg.norm(both[0]), both[1] / np.linalg.norm(both[1])
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "implementation"))
+def attend(args, visibility, indices, cotangents, *, scale=None, implementation=None):
+    """Output and log-sum-exp, and the gradients of q, kv, entries and sinks."""
+
+    def run(q, kv, entries, sinks):
+        return core_attention(
+            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, scale=scale, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    results, pull = jax.vjp(run, *args)
+    cotangents = tuple(c.astype(r.dtype) for c, r in zip(cotangents, results, strict=True))
+    return results, dict(zip(NAMES, pull(cotangents), strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def attend_by_the_reference(args, masks, cotangents, scale):
+    def run(q, kv, entries, sinks):
+        a_row = functools.partial(reference_core_attention, sinks=sinks, scale=scale)
+        return jax.vmap(a_row)(q, kv, entries, *masks)
+
+    results, pull = jax.vjp(run, *args)
+    return results, dict(zip(NAMES, pull(tuple(cotangents)), strict=True))
+
+
+def expectation(args, segment_ids: np.ndarray, indices: np.ndarray | None, cotangents, scale: float = D**-0.5):
+    """The same as `attend` from the reference, in float64."""
+    window, entry = reference_visibility(segment_ids, W, M)
+    if indices is not None:
+        entry &= (np.asarray(indices)[..., None] == np.arange(C)).any(2)
+    with jax.enable_x64(True):
+        wide = [None if a is None else jnp.asarray(np.asarray(a), jnp.float64) for a in args]
+        return jax.device_get(
+            attend_by_the_reference(wide, (window, entry), [c.astype(np.float64) for c in cotangents], scale)
+        )
+
+
+def assert_all_close(actual, expected, dtype: Any = np.float32) -> None:
+    (out, lse), gradients = actual
+    (expected_out, expected_lse), expected_gradients = expected
+    assert_close(out, expected_out, dtype)
+    assert_close(lse, expected_lse, np.float64 if dtype == np.float64 else np.float32, what="lse")
+    assert_gradients_close(gradients, expected_gradients, dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("cotangent", ["out", "lse", "both"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("ids", [PACKED, FULL], ids=["packed", "full"])
+def test_outputs_and_gradients_match_the_reference(ids, indexed, with_sinks, cotangent, implementation):
+    args, indices = problem(1), some_indices(1) if indexed else None
+    args = args if with_sinks else (*args[:3], None)
+    of_out, of_lse = unit_cotangents(1)
+    cotangents = (of_out * (cotangent != "lse"), of_lse * (cotangent != "out"))
+    actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
+    expected = expectation(args, ids, indices, cotangents)
+    assert_all_close(actual, expected)
+    reached = {name for name, gradient in expected[1].items() if gradient is not None and (gradient != 0).any()}
+    assert reached == set(NAMES) - ({"sinks"} if cotangent == "lse" or not with_sinks else set())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([1, 2, 3, 7, 19]), indexed=st.booleans())
+def test_any_packed_rows_match_the_reference(implementation, seed, longest, indexed):
+    ids, args = random_segment_ids(seed, B, S, max_document=longest), problem(seed)
+    indices, cotangents = some_indices(seed) if indexed else None, unit_cotangents(seed)
+    actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
+    assert_all_close(actual, expectation(args, ids, indices, cotangents))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "documents",
+    [Documents.unpacked(B, S), Documents.from_lengths(np.array([S, 11], np.int32), S)],
+    ids=["unpacked", "padded"],
+)
+def test_static_facts_about_documents_change_nothing(documents, implementation):
+    """A backend may go another way where documents are known to be aligned or not to be packed."""
+    args, indices, cotangents = problem(2), some_indices(2), unit_cotangents(2)
+    ids = np.where(documents.is_padding, 0, 1)
+    actual = attend(args, Visibility(documents, W, M), indices, cotangents, implementation=implementation)
+    assert_all_close(actual, expectation(args, ids, indices, cotangents))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_entries_there_is_the_window_alone(implementation):
+    """A layer without a compressor, and a row shorter than a window of one that has it."""
+    (q, kv, _, sinks), cotangents = problem(3), unit_cotangents(3)
+    nothing = np.zeros((B, 0, D), np.float32)
+    none_selected = np.full((B, S, 1), -1, np.int32)
+    expected, gradients = expectation((q, kv, np.zeros((B, C, D)), sinks), PACKED, none_selected, cotangents)
+    for ratio, entries, indices in ((0, None, None), (S + 1, None, none_selected), (S + 1, nothing, None)):
+        visibility = Visibility(Documents.from_segment_ids(PACKED), W, ratio)
+        args = (q, kv, entries, sinks)
+        actual, actual_gradients = attend(args, visibility, indices, cotangents, implementation=implementation)
+        absent = actual_gradients.pop("entries")
+        assert absent is None if entries is None else absent.shape == nothing.shape
+        wanted = {name: g for name, g in gradients.items() if name != "entries"}
+        assert_all_close((actual, actual_gradients), (expected, wanted))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [0.0, 0.6])
+def test_scale_is_of_the_logits_and_not_of_the_sink(scale, implementation):
+    args, cotangents = problem(4), unit_cotangents(4)
+    actual = attend(args, seen_in(PACKED), None, cotangents, scale=scale, implementation=implementation)
+    assert_all_close(actual, expectation(args, PACKED, None, cotangents, scale=float(scale)))
+
+
+MISTAKES = {
+    "window one wider": lambda a, v, i: (a, Visibility(v.documents, W + 1, M), i),
+    "window one narrower": lambda a, v, i: (a, Visibility(v.documents, W - 1, M), i),
+    "no packing": lambda a, v, i: (a, Visibility(Documents.unpacked(B, S), W, M), i),
+    "no sinks": lambda a, v, i: ((*a[:3], None), v, i),
+    "scaled sinks": lambda a, v, i: ((*a[:3], a[3] * np.float32(D**-0.5)), v, i),
+    "sinks of other heads": lambda a, v, i: ((*a[:3], a[3][::-1]), v, i),
+    "entries one slot on": lambda a, v, i: ((*a[:2], np.roll(a[2], 1, axis=1), a[3]), v, i),
+    "all entries": lambda a, v, i: (a, v, None),
+    "no entries": lambda a, v, i: (a, v, np.full_like(i, -1)),
+    "one set of entries for all queries": lambda a, v, i: (a, v, np.broadcast_to(i[:, -1:], i.shape)),
+    "-1 taken for 0": lambda a, v, i: (a, v, np.maximum(i, 0)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_answer_is_told_from_the_right_one(mistake):
+    args, indices, cotangents = problem(5), some_indices(5), unit_cotangents(5)
+    expected = expectation(args, PACKED, indices, cotangents)
+    wrong = attend(*MISTAKES[mistake](args, seen_in(PACKED), indices), cotangents)
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_close(wrong[0][0], expected[0][0], np.float32)
+    with pytest.raises(AssertionError, match="gradient"):
+        assert_gradients_close(wrong[1]["kv"], expected[1]["kv"], np.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_inputs_are_computed_in_float32(implementation):
+    args, indices, cotangents = problem(6, jnp.bfloat16), some_indices(6), unit_cotangents(6)
+    cotangents = (cotangents[0].astype(jnp.bfloat16), cotangents[1].astype(np.float32))
+    (out, lse), gradients = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    assert [gradients[name].dtype for name in NAMES] == [jnp.bfloat16] * 3 + [jnp.float32]
+    (expected_out, expected_lse), expected_gradients = expectation(args, PACKED, indices, cotangents)
+    # Products of bfloat16 are exact in float32, so the log-sum-exp has no excuse, nor has the float32 sinks' gradient.
+    assert_close(lse, expected_lse, np.float32)
+    assert_close(out, expected_out, jnp.bfloat16)
+    assert_gradients_close(gradients, expected_gradients, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float64_inputs_are_computed_in_float64(implementation):
+    with jax.enable_x64(True):
+        args = problem(7, np.float64)
+        indices, cotangents = some_indices(7), unit_cotangents(7)
+        actual = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
+        assert {a.dtype for a in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
+        assert_all_close(actual, expectation(args, PACKED, indices, cotangents), np.float64)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_are_those_of_finite_differences(implementation):
+    ids = np.array([[0, 1, 1, 1, 2, 2, 2]], np.int32)
+    indices = jnp.asarray([[[-1, 9]] * 3 + [[0, 0]] * 2 + [[2, -1]] * 2], jnp.int32)
+    rng = np.random.default_rng(8)
+    with jax.enable_x64(True):
+        args = [jnp.asarray(rng.normal(size=shape)) for shape in ((1, 7, 2, 3), (1, 7, 3), (1, 3, 3), (2,))]
+        visibility = Visibility(Documents.from_segment_ids(ids), 2, 2)
+
+        def run(q, kv, entries, sinks):
+            out, lse = core_attention(
+                q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, return_lse=True,
+                implementation=implementation,
+            )  # fmt: skip
+            return out, lse[:, 1:]  # the padding row's is -inf, which has no differences
+
+        check_grads(jax.jit(run), args, order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------ algebra
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_results_over_disjoint_keys_merge_by_their_log_sum_exps(implementation):
+    """Window and entries apart, then together: the joint result, and the joint gradients.
+
+    What the entries alone give: one more dim puts a logit of -1e4 on every raw key, whose weight is then zero.
+    """
+    (q, kv, entries, _), cotangents, visibility = problem(9), unit_cotangents(9), seen_in(PACKED)
+
+    def with_dim(x, value):
+        return jnp.concatenate([x, jnp.full((*x.shape[:-1], 1), value, x.dtype)], axis=-1)
+
+    def merged(q, kv, entries):
+        attend_to = functools.partial(core_attention, scale=D**-0.5, return_lse=True, implementation=implementation)
+        window = Visibility(visibility.documents, W, 0)
+        out_w, lse_w = attend_to(q, kv, visibility=window)
+        hidden, entries = with_dim(kv, -1e4 * D**0.5), with_dim(entries, 0.0)
+        out_e, lse_e = attend_to(with_dim(q, 1.0), hidden, entries, visibility=visibility)
+        any_key = lse_w > -jnp.inf
+        lse = jnp.logaddexp(jnp.where(any_key, lse_w, 0.0), jnp.where(any_key, lse_e, 0.0))
+        share_w = jnp.where(any_key, jnp.exp(lse_w - lse), 0.0)[..., None]
+        out = out_w * share_w + out_e[..., :D] * (1 - share_w)
+        return out, jnp.where(any_key, lse, -jnp.inf)
+
+    results, pull = jax.vjp(jax.jit(merged), *map(jnp.asarray, (q, kv, entries)))
+    gradients = pull(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
+    expected, expected_gradients = expectation((q, kv, entries, None), PACKED, None, cotangents)
+    actual = (results, dict(zip(NAMES[:3], gradients, strict=True)))
+    assert_all_close(actual, (expected, {name: expected_gradients[name] for name in NAMES[:3]}))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_order_of_the_batch_does_not_matter(implementation):
+    args, indices, cotangents = problem(10), some_indices(10), unit_cotangents(10)
+    results, gradients = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
+    flipped = [a[::-1] for a in args[:3]] + [args[3]]
+    other, other_gradients = attend(
+        flipped, seen_in(PACKED[::-1]), indices[::-1], [c[::-1] for c in cotangents], implementation=implementation
+    )
+    for a, b in zip(results, other, strict=True):
+        np.testing.assert_array_equal(a, b[::-1])
+    for name in NAMES[:3]:
+        np.testing.assert_array_equal(gradients[name], other_gradients[name][::-1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_over_one_more_axis(implementation):
+    many, ids = [problem(seed) for seed in (11, 12, 13)], np.stack([PACKED, FULL, PACKED[::-1]])
+    stacked, indices = [np.stack(a) for a in zip(*many, strict=True)], np.stack([some_indices(s) for s in (11, 12, 13)])
+
+    def run(q, kv, entries, sinks, ids, indices):
+        visibility = Visibility(Documents.from_segment_ids(ids), W, M)
+        return core_attention(
+            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, implementation=implementation
+        )
+
+    together = jax.jit(jax.vmap(run))(*stacked, ids, indices)
+    for n in range(3):
+        alone = jax.jit(run)(*many[n], ids[n], indices[n])
+        assert_close(together[n], alone, np.float32)
+
+
+def test_without_the_log_sum_exp_the_output_is_the_same():
+    (q, kv, entries, sinks), indices, cotangents = problem(14), some_indices(14), unit_cotangents(14)
+    (expected, _), _ = attend((q, kv, entries, sinks), seen_in(PACKED), indices, cotangents)
+    actual = jax.jit(core_attention)(q, kv, entries, visibility=seen_in(PACKED), indices=indices, sinks=sinks)
+    assert_close(actual, expected, np.float32)
+
+
+def test_documents_and_indices_are_data():
+    """Others of the same shapes trace nothing anew."""
+    traces = []
+
+    def run(args, visibility, indices):
+        traces.append(1)
+        return core_attention(*args[:3], visibility=visibility, indices=indices, sinks=args[3])
+
+    run = jax.jit(run)
+    for seed, ids in enumerate((PACKED, FULL, np.zeros_like(FULL))):
+        run(problem(seed), seen_in(ids), some_indices(seed))
+    assert len(traces) == 1
+
+
+# ----------------------------------------------------------------------------------------- one head of keys and values
+
+
+def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    def is_jaxpr(value: object) -> bool:
+        return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def repeats_keys(function, *args) -> bool:
+    """Whether some step turns an array of key vectors [..., D] into one of at least H times as many elements."""
+    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+        if equation.primitive.name in (
+            "dot_general",
+            "jit",
+            "pjit",
+            "custom_vjp_call",
+            "custom_jvp_call",
+            "scan",
+            "while",
+        ):
+            continue
+        arrays = [
+            [v.aval for v in side if isinstance(v.aval, jax.core.ShapedArray)]
+            for side in (equation.invars, equation.outvars)
+        ]
+        keys = [a for a in arrays[0] if a.ndim >= 2 and a.shape[-1] == D and jnp.issubdtype(a.dtype, jnp.floating)]
+        if any(out.size >= H * a.size for a in keys for out in arrays[1]):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_shared_keys_are_never_repeated_for_the_heads(implementation):
+    args, indices, cotangents = problem(15), some_indices(15), unit_cotangents(15)
+    both_ways = functools.partial(attend, implementation=implementation)
+    assert not repeats_keys(both_ways, args, seen_in(PACKED), indices, cotangents)
+
+    def repeating(q, kv, entries, sinks):
+        return jnp.einsum("bshd,bnhd->bshn", q, jnp.broadcast_to(kv[:, :, None], (B, S, H, D)))
+
+    assert repeats_keys(jax.jit(repeating), *args)
+    assert repeats_keys(lambda q, kv, *_: q * jnp.repeat(kv[:, :, None], H, axis=2), *args)

@@ -1,0 +1,363 @@
+"""The choice of entries: exact, ties to the lower slot, nothing unseen, whatever the block; and its memory."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.core
+import jax.extend.core as jex
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveal.geometry import Documents, Visibility
+from foveal.ops import indexing, select_entries
+from foveal.testing.generators import distinct_values, random_segment_ids
+from foveal.testing.reference import reference_top_k, reference_visibility
+
+B, S, I, J, M = 2, 26, 3, 4, 3  # noqa: E741
+C = S // M
+PACKED = np.array([[0] * 2 + [1] * 13 + [2] * 2 + [1] * 9, [5] * 25 + [0]], np.int32)
+FULL = np.ones((B, S), np.int32)
+
+
+def select_of(q, weights, keys, segment_ids, *, top_k: int, block_size: int | None = None):
+    visibility = Visibility(Documents.from_segment_ids(segment_ids), sliding_window=4, compress_ratio=M)
+    return select_entries(q, weights, keys, visibility=visibility, top_k=top_k, block_size=block_size)
+
+
+select = jax.jit(select_of, static_argnames=("top_k", "block_size"))
+
+
+def scores_by_hand(q, weights, keys) -> np.ndarray:
+    q, weights, keys = (np.asarray(a).astype(np.float64) for a in (q, weights, keys))
+    with np.errstate(invalid="ignore"):
+        return np.einsum("bsi,bsic->bsc", weights, np.maximum(np.einsum("bsij,bcj->bsic", q, keys), 0))
+
+
+def best_by_hand(scores: np.ndarray, visible: np.ndarray, top_k: int) -> np.ndarray:
+    """Row by row: a stable sort of the visible slots by descending score, NaN left out."""
+    batch, length, slots = scores.shape
+    out = np.full((batch, length, min(top_k, slots)), -1, np.int32)
+    for b, t in np.ndindex(batch, length):
+        able = [c for c in range(slots) if visible[b, t, c] and not np.isnan(scores[b, t, c])]
+        chosen = sorted(sorted(able, key=lambda c: -scores[b, t, c])[:top_k])  # sorted() is stable; 0.0 == -0.0
+        out[b, t, : len(chosen)] = chosen
+    return out
+
+
+def small_integers(seed: int, largest: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Few values and exact arithmetic: ties everywhere, negative weights, rows whose scores are all zero."""
+    rng = np.random.default_rng(seed)
+    shapes = ((B, S, I, J), (B, S, I), (B, C, J))
+    q, weights, keys = (rng.integers(-largest, largest, shape, endpoint=True).astype(np.float32) for shape in shapes)
+    return q, weights, keys
+
+
+def as_scores(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, weights, keys whose scores are exactly `scores` [B, S, C], finite: one-hot keys, one head for each sign."""
+    batch, length, slots = scores.shape
+    q = np.stack([np.maximum(scores, 0), np.maximum(-scores, 0)], axis=2)
+    weights = np.broadcast_to(np.array([1.0, -1.0], np.float32), (batch, length, 2))
+    return q, weights, np.broadcast_to(np.eye(slots, dtype=np.float32), (batch, slots, slots))
+
+
+# ------------------------------------------------------------------------------------------------------------- choice
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 100])
+@given(seed=st.integers(0, 1 << 30), packed=st.booleans())
+def test_exact_choice_with_ties_everywhere(top_k, seed, packed):
+    ids = random_segment_ids(seed, B, S, max_document=26) if packed else FULL
+    problem = small_integers(seed)
+    visible = reference_visibility(ids, 4, M)[1]
+    actual = np.asarray(select(*problem, ids, top_k=top_k))
+    assert actual.dtype == np.int32
+    scores = scores_by_hand(*problem)
+    np.testing.assert_array_equal(actual, best_by_hand(scores, visible, top_k))
+    for b in range(B):
+        reference = reference_top_k(scores[b].astype(np.float32), visible[b], top_k)
+        np.testing.assert_array_equal(actual[b], reference[:, : min(top_k, C)])
+
+
+@given(seed=st.integers(0, 1 << 30))
+def test_any_scores_with_a_clear_order(seed):
+    scores = distinct_values((B, S, C), seed)
+    actual = np.asarray(select(*as_scores(scores), PACKED, top_k=3))
+    np.testing.assert_array_equal(actual, best_by_hand(scores, reference_visibility(PACKED, 4, M)[1], 3))
+
+
+def test_choices_differ_from_query_to_query():
+    """One set for a whole batch, or for a whole row, is not what is asked."""
+    actual = np.asarray(select(*as_scores(distinct_values((B, S, C), 1)), FULL, top_k=3))
+    full = actual[:, C - 1 :]
+    for b in range(B):
+        assert len(np.unique(full[b], axis=0)) > 3
+    assert (full[0] != full[1]).any()
+
+
+def test_rows_of_zeros_take_the_lowest_slots():
+    """ReLU leaves whole rows at zero, of either sign: all of them tie."""
+    q, weights, keys = small_integers(0)
+    visible = reference_visibility(PACKED, 4, M)[1]
+    expected = best_by_hand(np.zeros((B, S, C)), visible, 3)
+    for sign in (1.0, -1.0, 0.0):
+        silent = -np.abs(q) - 1, sign * (np.abs(weights) + 1), np.abs(keys)
+        np.testing.assert_array_equal(select(*silent, PACKED, top_k=3), expected)
+    np.testing.assert_array_equal(select(q, weights, np.copysign(0.0 * keys, keys), PACKED, top_k=3), expected)
+    one_head = (-np.ones((B, S, 1, J), np.float32), -np.ones((B, S, 1), np.float32), np.abs(keys))
+    np.testing.assert_array_equal(select(*one_head, PACKED, top_k=3), expected)
+
+
+def test_zero_stands_between_positive_and_negative_scores():
+    """Negative weights make scores below the zero that ReLU leaves."""
+    scores = np.tile(np.array([-1.0, 0.0, 2.0, -3.0, 0.0, -0.5, 1.0, 0.0], np.float32), (B, S, 1))
+    last = np.asarray(select(*as_scores(scores), FULL, top_k=4))[0, -1]
+    np.testing.assert_array_equal(last, [1, 2, 4, 6])
+
+
+@given(data=st.data())
+def test_special_scores(data):
+    """On the scores themselves, since no product makes these on demand: +-0, +-inf, NaN, very large and small ones."""
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 3e38, -3e38, 1e-37, -1e-37]
+    drawn = data.draw(st.lists(st.sampled_from(special), min_size=40, max_size=40))
+    scores = np.array(drawn, np.float32).reshape(1, 5, 8)
+    first = np.array([data.draw(st.lists(st.integers(0, 8), min_size=5, max_size=5))], np.int32)
+    end = np.minimum(first + np.array([data.draw(st.lists(st.integers(0, 8), min_size=5, max_size=5))]), 8)
+    slot = np.arange(8)
+    visible = (slot >= first[..., None]) & (slot < end[..., None])
+    for count in (1, 3, 8):
+        actual = best_slots(scores, first, end.astype(np.int32), count)
+        np.testing.assert_array_equal(actual, best_by_hand(scores, visible, count))
+
+
+best_slots = jax.jit(indexing._best_slots, static_argnums=3)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poisoned_keys(poison):
+    """A NaN score is never chosen; an infinite one is by its sign, and -inf still comes before nothing at all."""
+    weight = np.where(np.arange(S) % 2, 1.0, -1.0).astype(np.float32)
+    q, weights = np.ones((B, S, 1, 1), np.float32), np.broadcast_to(weight[None, :, None], (B, S, 1))
+    keys = np.broadcast_to(np.arange(1, C + 1, dtype=np.float32)[None, :, None], (B, C, 1)).copy()
+    keys[:, [0, 4]] = poison
+    scores = scores_by_hand(q, weights, keys)
+    visible = reference_visibility(FULL, 4, M)[1]
+    for top_k in (1, 3, 100):
+        actual = np.asarray(select(q, weights, keys, FULL, top_k=top_k))
+        np.testing.assert_array_equal(actual, best_by_hand(scores, visible, top_k))
+        assert np.isnan(poison) != np.isin(actual, [0, 4]).any()
+
+
+def test_poisoned_queries_choose_nothing_and_disturb_nobody():
+    q, weights, keys = small_integers(3)
+    before = np.asarray(select(q, weights, keys, FULL, top_k=3))
+    q[0, 20], weights[1, 21] = np.nan, np.nan
+    expected = before.copy()
+    expected[0, 20] = expected[1, 21] = -1
+    np.testing.assert_array_equal(select(q, weights, keys, FULL, top_k=3), expected)
+
+
+def test_what_is_not_seen_is_never_chosen_and_never_matters():
+    """The unseen hold the highest scores, then NaN, and the choice stays what it was."""
+    problem = small_integers(4)
+    visible = reference_visibility(PACKED, 4, M)[1]
+    anybody = np.logical_or.reduce(visible, axis=1)
+    assert 0 < anybody.sum() < 2 * C
+    clean = np.asarray(select(*problem, PACKED, top_k=3))
+    for value in (1e9, np.nan, np.inf):
+        keys = np.where(anybody[:, :, None], problem[2], np.float32(value))
+        np.testing.assert_array_equal(select(*problem[:2], keys, PACKED, top_k=3), clean)
+    scores = np.where(visible, distinct_values((B, S, C), 2), 100).astype(np.float32)
+    chosen = np.asarray(select(*as_scores(scores), PACKED, top_k=C))
+    for b, t in np.ndindex(B, S):
+        seen = np.flatnonzero(visible[b, t])
+        np.testing.assert_array_equal(chosen[b, t], np.pad(seen, (0, C - len(seen)), constant_values=-1))
+
+
+def test_packed_documents_choose_as_each_alone():
+    q, weights, keys = small_integers(5)
+    together = np.asarray(select(q, weights, keys, PACKED, top_k=2))
+    for b, start, stop in ((0, 2, 15), (0, 17, 26), (1, 0, 25)):
+        first, count = start // M, (stop - start) // M
+        alone = select_entries(
+            jnp.asarray(q[b : b + 1, start:stop]),
+            jnp.asarray(weights[b : b + 1, start:stop]),
+            jnp.asarray(keys[b : b + 1, first : first + count]),
+            visibility=Visibility(Documents.unpacked(1, stop - start), 4, M),
+            top_k=2,
+        )
+        np.testing.assert_array_equal(together[b, start:stop], np.where(alone >= 0, alone + first, -1)[0])
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 13, 25, 26, 27, 1000])
+def test_block_size_does_not_matter(block_size):
+    problem = small_integers(6)
+    expected = best_by_hand(scores_by_hand(*problem), reference_visibility(PACKED, 4, M)[1], 3)
+    np.testing.assert_array_equal(select(*problem, PACKED, top_k=3, block_size=block_size), expected)
+
+
+def test_deterministic_and_equivariant_to_the_order_of_the_batch():
+    q, weights, keys = (distinct_values(shape, 7) for shape in ((B, S, I, J), (B, S, I), (B, C, J)))
+    once = np.asarray(select(q, weights, keys, PACKED, top_k=3))
+    for _ in range(3):
+        np.testing.assert_array_equal(select(q, weights, keys, PACKED, top_k=3), once)
+    flipped = select(q[::-1], weights[::-1], keys[::-1], PACKED[::-1], top_k=3)
+    np.testing.assert_array_equal(flipped, once[::-1])
+
+
+def test_documents_are_data():
+    """Other documents of the same shape trace nothing anew, prepared outside the jitted function or inside."""
+    traces = []
+
+    def run(problem, visibility):
+        traces.append(1)
+        return select_entries(*problem, visibility=visibility, top_k=3)
+
+    run, problem = jax.jit(run), small_integers(8)
+    for ids in (PACKED, FULL, np.zeros_like(FULL)):
+        actual = run(problem, Visibility(Documents.from_segment_ids(ids), 4, M))
+        np.testing.assert_array_equal(actual, select(*problem, ids, top_k=3))
+    assert len(traces) == 1
+    unpacked = select_entries(
+        *map(jnp.asarray, problem), visibility=Visibility(Documents.unpacked(B, S), 4, M), top_k=3
+    )
+    np.testing.assert_array_equal(unpacked, select(*problem, FULL, top_k=3))
+
+
+def test_bfloat16_scores_are_float32():
+    """The sum over heads would tie in bfloat16: 256 and 257 are the same number there."""
+    scores = np.tile(np.array([256.0, 257.0, 0.0, 258.0, 259.0, 0.0, 260.0, 0.0]), (B, S, 1))
+    high, low = np.floor(scores / 2), np.ceil(scores / 2)  # both exact in bfloat16, their sum is not
+    q = jnp.asarray(np.stack([high, low], axis=2)).astype(jnp.bfloat16)
+    keys = jnp.broadcast_to(jnp.eye(C, dtype=jnp.bfloat16), (B, C, C))
+    actual = select(q, jnp.ones((B, S, 2), jnp.bfloat16), keys, FULL, top_k=3)
+    np.testing.assert_array_equal(actual, best_by_hand(scores, reference_visibility(FULL, 4, M)[1], 3))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_no_entries_no_choice(length):
+    visibility = Visibility(Documents.unpacked(B, length), 4, M)
+    args = (jnp.zeros((B, length, I, J)), jnp.zeros((B, length, I)), jnp.zeros((B, 0, J)))
+    chosen = select_entries(*args, visibility=visibility, top_k=3)
+    assert chosen.shape == (B, length, 0)
+    assert chosen.dtype == jnp.int32
+
+
+def test_no_gradient_passes():
+    problem = tuple(jnp.asarray(a) for a in small_integers(9))
+
+    def loss(problem):
+        chosen = select(*problem, PACKED, top_k=3)
+        return jnp.sum(jnp.take(problem[2].sum(-1)[0], jnp.maximum(chosen, 0))) + jnp.sum(chosen.astype(jnp.float32))
+
+    gradients = jax.grad(loss)(problem)
+    np.testing.assert_array_equal(gradients[0], 0.0)
+    np.testing.assert_array_equal(gradients[1], 0.0)
+    assert (np.asarray(gradients[2]) != 0).any()  # by way of the values taken, and no other
+    np.testing.assert_array_equal(gradients[2][1], 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def sizes_in(jaxpr: jex.Jaxpr) -> Iterator[int]:
+    """Elements of every array a program makes, those inside its loops included."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.size for v in equation.outvars if isinstance(v.aval, jax.core.ShapedArray))
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from sizes_in(getattr(inner, "jaxpr", inner))
+
+
+def is_jaxpr(value: object) -> bool:
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def largest_array(length: int, *, block_size: int | None, heads: int = 8, dim: int = 2, ratio: int = 4) -> int:
+    """Elements of the largest array of a call with `length` rows, by tracing alone."""
+
+    def run(q, weights, keys, start):
+        visibility = Visibility(Documents(start), 128, ratio)
+        return select_entries(q, weights, keys, visibility=visibility, top_k=16, block_size=block_size)
+
+    slots = length // ratio
+    floats = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, heads, dim), (1, length, heads), (1, slots, dim))
+    ]
+    jaxpr = jax.make_jaxpr(run)(*floats, jax.ShapeDtypeStruct((1, length), jnp.int32)).jaxpr
+    return max(sizes_in(jaxpr))
+
+
+def test_scores_exist_for_one_block_at_a_time():
+    length, slots, heads = 512, 128, 8
+    assert largest_array(length, block_size=None) <= length * slots * heads  # all of it: 2 MiB are no matter
+    for block_size in (16, 60):
+        assert largest_array(length, block_size=block_size) == block_size * slots * heads
+    assert largest_array(length, block_size=16) < length * slots
+
+
+def test_memory_is_linear_in_the_rows():
+    sizes = {length: largest_array(length, block_size=None) for length in (1 << 14, 1 << 17, 1 << 20)}
+    assert sizes[1 << 14] <= 1 << 22
+    assert sizes[1 << 20] <= 8 * sizes[1 << 17]
+    assert sizes[1 << 20] < (1 << 20) * (1 << 18) / 1000  # S x C
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+BAD = {
+    "q: rank": ("q", {"q": (B, S, J)}),
+    "q: rows": ("q", {"q": (B, S + 1, I, J), "weights": (B, S + 1, I)}),
+    "q: batch": ("q", {"q": (1, S, I, J), "weights": (1, S, I), "keys": (1, C, J)}),
+    "weights: heads": ("weights", {"weights": (B, S, I + 1)}),
+    "weights: rank": ("weights", {"weights": (B, S)}),
+    "keys: slots": ("keys", {"keys": (B, C + 1, J)}),
+    "keys: dim": ("keys", {"keys": (B, C, J + 1)}),
+    "keys: batch": ("keys", {"keys": (1, C, J)}),
+    "keys: rank": ("keys", {"keys": (B, C, I, J)}),
+}
+GOOD = {"q": (B, S, I, J), "weights": (B, S, I), "keys": (B, C, J)}
+
+
+@pytest.fixture
+def without_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users call the library: its own messages, not those of the test suite's type checker."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_shapes_that_do_not_fit_are_refused_by_name(without_type_checks, case, jitted):
+    name, changes = BAD[case]
+    visibility = Visibility(Documents.unpacked(B, S), 4, M)
+
+    def call(*args):
+        return select_entries(*args, visibility=visibility, top_k=3)
+
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got shape"):
+        (jax.jit(call) if jitted else call)(*(jnp.zeros(shape) for shape in (GOOD | changes).values()))
+
+
+@pytest.mark.parametrize("name", ["top_k", "block_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
+def test_counts_below_one_are_refused_by_name(without_type_checks, name, value):
+    visibility = Visibility(Documents.unpacked(B, S), 4, M)
+    counts = {"top_k": 3, "block_size": 4} | {name: value}
+    with pytest.raises(ValueError, match=f"^{name}: expected an int >= 1, got "):
+        select_entries(*(jnp.zeros(shape) for shape in GOOD.values()), visibility=visibility, **counts)
+
+
+def test_entries_are_asked_of_the_visibility(without_type_checks):
+    """Keys that fit another ratio, or a layer without entries, are a mistake."""
+    visibility = Visibility(Documents.unpacked(B, S), 4, M)
+    for wrong in (0, 2):
+        with pytest.raises(ValueError, match=r"^keys: expected"):
+            select_entries(
+                *(jnp.zeros(shape) for shape in GOOD.values()),
+                visibility=dataclasses.replace(visibility, compress_ratio=wrong),
+                top_k=3,
+            )

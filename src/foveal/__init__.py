@@ -1,0 +1,45 @@
+"""Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far."""
+
+from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
+from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
+from foveal.nn import CompressedAttention, Compressor, GroupedLinear, LightningIndexer
+from foveal.ops import (
+    RopeTable,
+    apply_rope,
+    core_attention,
+    explain,
+    grouped_projection,
+    pool_windows,
+    rope_frequencies,
+    rope_table,
+    select_entries,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionConfig",
+    "CompressedAttention",
+    "Compressor",
+    "Documents",
+    "GroupedLinear",
+    "LayerType",
+    "LightningIndexer",
+    "PackedDocuments",
+    "RopeConfig",
+    "RopeTable",
+    "Visibility",
+    "WindowLayout",
+    "YarnConfig",
+    "__version__",
+    "apply_rope",
+    "core_attention",
+    "explain",
+    "grouped_projection",
+    "layer_types_from_compress_ratios",
+    "pack_documents",
+    "pool_windows",
+    "rope_frequencies",
+    "rope_table",
+    "select_entries",
+]

@@ -1,0 +1,199 @@
+"""The attention layer: sliding, CSA and HCA in one class."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from foveal.config import AttentionConfig, LayerType
+from foveal.geometry import Documents, Visibility, WindowLayout
+from foveal.nn.compressor import Compressor
+from foveal.nn.grouped_linear import GroupedLinear
+from foveal.nn.indexer import IndexedCompressor
+from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
+from foveal.ops.core_attention import core_attention
+from foveal.ops.rope import apply_rope, rope_table
+from foveal.typing import Array, DTypeLike, Float, Int, Precision
+
+ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
+"""The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
+
+
+class CompressedAttention(nnx.Module):
+    """DeepSeek-V4's attention: the last tokens raw, everything older compressed (arXiv 2606.19348, section 2.3).
+
+    The three layer types differ in their compressor (none; overlapped with an indexer; plain) and in their RoPE
+    table, and in nothing else. Parameters do not depend on the length; a row too short for a window has no entries.
+
+    Logical axes of the parameters: embed, q_lora, heads, kv, window, norm, index_heads, o_groups, group_heads, o_lora.
+
+    Args:
+        config: sizes, ratios, RoPE.
+        layer_index: which of `config.layer_types` this layer is; or
+        layer_type: the type itself. Exactly one of the two.
+        dtype: of activations and matmul operands. Norms, RoPE, pooling, softmax and sums are float32 in any case.
+        param_dtype: of the kernels. Sinks, position biases and norm scales are float32 in any case.
+        precision: of the matmuls, as in `jax.lax.dot_general`.
+        rngs: Flax random streams; `params` is used.
+
+    Raises:
+        ValueError: not exactly one of `layer_index` and `layer_type`, or one that the config does not have.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        layer_index: int | None = None,
+        *,
+        layer_type: LayerType | str | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: Precision = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.config = config
+        self.layer_type = _layer_type(config, layer_index, layer_type)
+        self.dtype, self.precision = dtype, precision
+        numerics = Numerics(dtype, param_dtype, precision, config.initializer_range)
+        eps, heads, dim = config.rms_norm_eps, config.num_attention_heads, config.head_dim
+
+        self.q_a_proj = linear(
+            config.hidden_size, config.q_lora_rank, ("embed", "q_lora"), numerics=numerics, rngs=rngs
+        )
+        self.q_a_norm = rms_norm(config.q_lora_rank, epsilon=eps, numerics=numerics, rngs=rngs)
+        self.q_b_proj = linear(config.q_lora_rank, heads * dim, ("q_lora", "heads"), numerics=numerics, rngs=rngs)
+        self.q_b_norm = rms_norm(dim, epsilon=eps, numerics=numerics, rngs=rngs, use_scale=False)
+        self.kv_proj = linear(config.hidden_size, dim, ("embed", "kv"), numerics=numerics, rngs=rngs)
+        self.kv_norm = rms_norm(dim, epsilon=eps, numerics=numerics, rngs=rngs)
+        self.sinks = zeros_parameter((heads,), "heads")
+        self.compressor = _compressor(config, self.layer_type, numerics, rngs)
+        self.o_a_proj = GroupedLinear(
+            heads // config.o_groups * dim, config.o_lora_rank, config.o_groups, numerics=numerics, rngs=rngs
+        )
+        self.o_b_proj = linear(
+            config.o_groups * config.o_lora_rank,
+            config.hidden_size,
+            ("o_groups", "embed"),
+            numerics=numerics,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        documents: Documents | None = None,
+        select: Literal["top_k", "all"] = "top_k",
+        implementation: str | None = None,
+    ) -> Float[Array, "B S E"]:
+        """Attention of hidden states to themselves.
+
+        Args:
+            x: hidden states, [B, S, E].
+            segment_ids: integers [B, S], for packed rows: a document is a maximal run of one nonzero id, 0 is
+                padding. Each document comes out as if it were alone; padding rows come out zero, whatever they hold.
+            documents: the same, prepared once for all layers (`Documents`); not together with `segment_ids`.
+                Without either, each row is one document.
+            select: "top_k" lets a CSA layer attend to the entries its indexer picks, "all" to every visible one (the
+                indexer's warm-up). Without effect on other layer types.
+            implementation: of core attention; see `foveal.core_attention`.
+
+        Returns:
+            [B, S, E] in the layer's dtype.
+
+        Raises:
+            ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
+            NotImplementedError: the implementation cannot do this.
+        """
+        documents = self._documents(x, segment_ids, documents, select)
+        x = x.astype(self.dtype)
+        if documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
+            x = jnp.where(documents.is_padding[:, :, None], 0.0, x)
+        config, ratio = self.config, self.config.compress_ratio(self.layer_type)
+        rope = config.rope_for(self.layer_type)
+        visibility = Visibility(documents, config.sliding_window, ratio)
+        table = rope_table(documents.positions, rope, config.qk_rope_head_dim)
+
+        q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
+        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+        q = checkpoint_name(apply_rope(self.q_b_norm(q).astype(self.dtype), table), "q")
+        kv = checkpoint_name(apply_rope(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
+
+        entries = indices = None
+        if self.compressor is not None:
+            layout = WindowLayout.of(documents, ratio)
+            entry_table = rope_table(layout.positions, rope, config.qk_rope_head_dim)
+            entries = checkpoint_name(self.compressor(x, layout, entry_table), "entries")
+            if isinstance(self.compressor, IndexedCompressor) and select == "top_k":
+                indexer = self.compressor.indexer
+                keys = checkpoint_name(indexer(x, layout, entry_table), "index_keys")
+                indices = indexer.select(x, q_residual, keys, table=table, visibility=visibility)
+                indices = checkpoint_name(indices, "indices")
+
+        out = core_attention(
+            q,
+            kv,
+            entries,
+            visibility=visibility,
+            indices=indices,
+            sinks=self.sinks[...],
+            precision=self.precision,
+            implementation=implementation,
+        )
+        out = checkpoint_name(apply_rope(out, table, inverse=True), "attention")
+        return self.o_b_proj(self.o_a_proj(out))
+
+    def _documents(self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str) -> Documents:
+        """Checks the call's arguments and says where documents begin."""
+        if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
+            raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+        if select not in ("top_k", "all"):
+            raise ValueError(f'select: expected "top_k" or "all", got {select!r}')
+        if segment_ids is not None:
+            if documents is not None:
+                raise ValueError("documents: expected not both segment_ids and documents, got both")
+            if segment_ids.shape != x.shape[:2]:
+                raise ValueError(f"segment_ids: expected [B, S] = {x.shape[:2]}, got shape {segment_ids.shape}")
+            return Documents.from_segment_ids(segment_ids)
+        if documents is None:
+            return Documents.unpacked(x.shape[0], x.shape[1])
+        if documents.shape != x.shape[:2]:
+            raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")
+        return documents
+
+
+def _layer_type(config: AttentionConfig, layer_index: int | None, layer_type: LayerType | str | None) -> LayerType:
+    if (layer_index is None) == (layer_type is None):
+        raise ValueError(
+            f"layer_index, layer_type: expected exactly one of them, got {layer_index!r} and {layer_type!r}"
+        )
+    if layer_index is not None:
+        return config.layer_type(layer_index)
+    known = [kind.value for kind in LayerType]
+    if layer_type not in known:
+        raise ValueError(f"layer_type: expected one of {', '.join(known)}, got {layer_type!r}")
+    return LayerType(layer_type)
+
+
+def _compressor(
+    config: AttentionConfig, layer_type: LayerType, numerics: Numerics, rngs: nnx.Rngs
+) -> Compressor | None:
+    if layer_type is LayerType.SLIDING:
+        return None
+    if layer_type is LayerType.CSA:
+        return IndexedCompressor(config, numerics=numerics, rngs=rngs)
+    return Compressor(
+        config.hidden_size,
+        config.head_dim,
+        ratio=config.hca_ratio,
+        overlap=False,
+        epsilon=config.rms_norm_eps,
+        numerics=numerics,
+        rngs=rngs,
+    )

@@ -1,0 +1,62 @@
+"""The compressor: windows of tokens become entries."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from foveal.geometry import WindowLayout
+from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
+from foveal.ops.pooling import pool_windows
+from foveal.ops.rope import RopeTable, apply_rope
+from foveal.typing import Array, Float
+
+
+class Compressor(nnx.Module):
+    """Pools every complete window of m tokens into one entry, norms it and gives it the window's position.
+
+    One class for HCA (plain windows) and for CSA and its indexer (overlapped windows, projections twice as wide).
+    Technical report, arXiv 2606.19348, equations 9-12 and 20-23. Projections come out in float32, and gate, softmax
+    and weighted sum stay there.
+
+    Args:
+        hidden_size: E.
+        head_dim: D, the width of an entry.
+        ratio: m.
+        overlap: whether each window's entry also draws on the window before it.
+        epsilon: of the norm.
+        numerics: dtypes and precision.
+        rngs: Flax random streams.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        *,
+        ratio: int,
+        overlap: bool,
+        epsilon: float,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ) -> None:
+        width = 2 * head_dim if overlap else head_dim
+        self.overlap = overlap
+        self.dtype = numerics.dtype
+        self.kv_proj = linear(hidden_size, width, ("embed", "kv"), numerics=numerics, rngs=rngs, wide_output=True)
+        self.gate_proj = linear(hidden_size, width, ("embed", "kv"), numerics=numerics, rngs=rngs, wide_output=True)
+        self.position_bias = zeros_parameter((ratio, width), "window", "kv")
+        self.kv_norm = rms_norm(head_dim, epsilon=epsilon, numerics=numerics, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B S E"], layout: WindowLayout, table: RopeTable) -> Float[Array, "B C D"]:
+        """Entries of hidden states.
+
+        Args:
+            x: [B, S, E].
+            layout: which rows form which entry.
+            table: RoPE for `layout.positions`.
+
+        Returns:
+            [B, C, D] in the layer's dtype; zeros in slots that hold no window.
+        """
+        pooled = pool_windows(self.kv_proj(x), self.gate_proj(x), self.position_bias[...], layout, overlap=self.overlap)
+        return apply_rope(self.kv_norm(pooled.astype(self.dtype)).astype(self.dtype), table)

@@ -1,0 +1,34 @@
+"""The block-diagonal half of the output projection, as a module."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from foveal.nn.parameters import Numerics, logical_axes
+from foveal.ops.output_projection import grouped_projection
+from foveal.typing import Array, Float
+
+
+class GroupedLinear(nnx.Module):
+    """G groups of heads, each projected to L features by its own matrix; kernel [G, (H / G) D, L].
+
+    Args:
+        in_features: (H / G) D, the width of one group.
+        out_features: L, per group.
+        groups: G.
+        numerics: dtypes and precision.
+        rngs: Flax random streams.
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        init = jax.nn.initializers.normal(numerics.init_std)
+        shape = (groups, in_features, out_features)
+        self.kernel = nnx.Param(
+            init(rngs.params(), shape, numerics.param_dtype), **logical_axes("o_groups", "group_heads", "o_lora")
+        )
+        self.dtype, self.precision = numerics.dtype, numerics.precision
+
+    def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S M"]:
+        """[B, S, H, D] -> [B, S, G * L]."""
+        return grouped_projection(x.astype(self.dtype), self.kernel[...], precision=self.precision)

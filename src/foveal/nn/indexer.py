@@ -1,0 +1,104 @@
+"""The lightning indexer: which entries each query of a CSA layer attends to."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from foveal.config import AttentionConfig
+from foveal.geometry import Visibility
+from foveal.nn.compressor import Compressor
+from foveal.nn.parameters import Numerics, linear
+from foveal.ops.indexing import select_entries
+from foveal.ops.rope import RopeTable, apply_rope
+from foveal.typing import Array, Float, Float32, Int32
+
+
+class IndexerScorer(nnx.Module):
+    """The weight of each indexer head for each query."""
+
+    def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        axes = ("embed", "index_heads")
+        self.scaling = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self.weights_proj = linear(
+            config.hidden_size, config.index_n_heads, axes, numerics=numerics, rngs=rngs, wide_output=True
+        )
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float32[Array, "B S I"]:
+        """[B, S, E] -> float32 [B, S, I], of either sign."""
+        return self.weights_proj(x) * self.scaling
+
+
+class LightningIndexer(Compressor):
+    """Scores entries by small heads of their own and picks the best (arXiv 2606.19348, equations 13-17).
+
+    It is an overlapped compressor of width J, whose entries are the index keys, with a query side.
+
+    Args:
+        config: sizes.
+        numerics: dtypes and precision.
+        rngs: Flax random streams.
+    """
+
+    def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.index_head_dim,
+            ratio=config.csa_ratio,
+            overlap=True,
+            epsilon=config.rms_norm_eps,
+            numerics=numerics,
+            rngs=rngs,
+        )
+        self.heads, self.head_dim, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.precision = numerics.precision
+        self.q_b_proj = linear(
+            config.q_lora_rank, self.heads * self.head_dim, ("q_lora", "index_heads"), numerics=numerics, rngs=rngs
+        )
+        self.scorer = IndexerScorer(config, numerics=numerics, rngs=rngs)
+
+    def select(
+        self,
+        x: Float[Array, "B S E"],
+        q_residual: Float[Array, "B S L"],
+        keys: Float[Array, "B C J"],
+        *,
+        table: RopeTable,
+        visibility: Visibility,
+    ) -> Int32[Array, "B S K"]:
+        """The slots each query may attend to.
+
+        Args:
+            x: hidden states, [B, S, E].
+            q_residual: the normed query latent that the attention's own `q_b_proj` takes, [B, S, q_lora_rank].
+            keys: this module's entries, [B, C, J].
+            table: RoPE for the queries' positions.
+            visibility: who sees what.
+
+        Returns:
+            int32 [B, S, min(index_topk, C)], ascending, -1 for none; no gradient.
+        """
+        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
+        return select_entries(
+            apply_rope(q, table),
+            self.scorer(x),
+            keys,
+            visibility=visibility,
+            top_k=self.top_k,
+            precision=self.precision,
+        )
+
+
+class IndexedCompressor(Compressor):
+    """CSA's compressor, which owns the indexer, as in transformers' module tree."""
+
+    def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.head_dim,
+            ratio=config.csa_ratio,
+            overlap=True,
+            epsilon=config.rms_norm_eps,
+            numerics=numerics,
+            rngs=rngs,
+        )
+        self.indexer = LightningIndexer(config, numerics=numerics, rngs=rngs)

@@ -1,0 +1,86 @@
+"""How parameters are made: dtypes, initial values, logical axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from foveal.typing import Array, DTypeLike, Precision, accumulation_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """The dtypes and matmul precision of a layer.
+
+    Attributes:
+        dtype: of activations and of matmul operands.
+        param_dtype: of the linear kernels. Sinks, position biases and norm scales are float32 in any case.
+        precision: of the matmuls, as in `jax.lax.dot_general`.
+        init_std: standard deviation of the kernels' initial values.
+    """
+
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+    precision: Precision
+    init_std: float
+
+    @property
+    def wide(self) -> DTypeLike:
+        """float32, or float64 in a float64 layer: what norms, pooling and softmax compute in."""
+        return accumulation_dtype(self.dtype)
+
+
+def logical_axes(*names: str | None) -> dict[str, Any]:
+    """Parameter metadata naming its axes, for `nnx.get_partition_spec` and a mesh's rules.
+
+    Lazy: without `eager_sharding=False` Flax wants a mesh, and rules, at construction.
+    """
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def linear(
+    in_features: int,
+    out_features: int,
+    axes: tuple[str, str],
+    *,
+    numerics: Numerics,
+    rngs: nnx.Rngs,
+    wide_output: bool = False,
+) -> nnx.Linear:
+    """A projection without bias. `wide_output` keeps the matmul's accumulator: no rounding to `dtype` after it."""
+    return nnx.Linear(
+        in_features,
+        out_features,
+        use_bias=False,
+        dtype=numerics.dtype,
+        param_dtype=numerics.param_dtype,
+        precision=numerics.precision,
+        preferred_element_type=numerics.wide if wide_output else numerics.dtype,
+        kernel_init=jax.nn.initializers.normal(numerics.init_std),
+        kernel_metadata=logical_axes(*axes),
+        rngs=rngs,
+    )
+
+
+def rms_norm(
+    features: int, *, epsilon: float, numerics: Numerics, rngs: nnx.Rngs, use_scale: bool = True
+) -> nnx.RMSNorm:
+    """x * rsqrt(mean(x^2) + epsilon) * scale, all of it and the result in float32: the caller casts, once."""
+    return nnx.RMSNorm(
+        features,
+        epsilon=epsilon,
+        dtype=numerics.wide,
+        param_dtype=jnp.float32,
+        use_scale=use_scale,
+        scale_metadata=logical_axes("norm"),
+        rngs=rngs,
+    )
+
+
+def zeros_parameter(shape: tuple[int, ...], *axes: str) -> nnx.Param[Array]:
+    """A float32 parameter that starts at zero."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), **logical_axes(*axes))

@@ -1,0 +1,5 @@
+"""The command line: `foveal ...`."""
+
+from foveal.cli.main import main
+
+__all__ = ["main"]

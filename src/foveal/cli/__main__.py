@@ -1,0 +1,7 @@
+"""`python -m foveal.cli`."""
+
+import sys
+
+from foveal.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,252 @@
+"""The demo's checks: a layer on packed text against each document alone, and against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from foveal.cli.layer import Sample, make_layer, selected_entries
+from foveal.config import AttentionConfig, LayerType
+from foveal.geometry import Documents, Visibility, pack_documents
+from foveal.nn import CompressedAttention
+from foveal.testing.numerics import assert_close, assert_gradients_close
+from foveal.testing.parameters import get_params
+from foveal.testing.reference import reference_attention
+from foveal.typing import Array
+
+STEPS_PER_LAYER = 3
+REFERENCE_DOCUMENTS = 6
+"""At most as many documents go to the reference, which compiles each of them anew."""
+
+_ALONE_TOKENS = 4096  # at most about as many in one call, so that memory does not grow with the number of documents
+_UNDECIDED = 1e-5  # a lead of a selected entry below this is rounding
+# The reference runs once a layer: to optimise it would take far longer than to run it.
+_COMPILE_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_disable_hlo_passes": "constant_folding",
+}
+
+
+class Result(NamedTuple):
+    """A forward and backward pass: outputs and d loss / d hidden [B, S, E], and d loss / d parameters by name."""
+
+    out: np.ndarray
+    hidden: np.ndarray
+    params: dict[str, np.ndarray]
+
+
+class Agreement(NamedTuple):
+    """How far two computations differ.
+
+    Attributes:
+        output: max |difference|.
+        gradient: max |difference| / max |expected| of the worst tensor, of the hidden states and every parameter.
+        complaints: what `foveal.testing.numerics` has to object, nothing if they agree.
+    """
+
+    output: float
+    gradient: float
+    complaints: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """What the demo says of one layer.
+
+    Attributes:
+        layer_type: which.
+        window_keys: raw keys that a query sees, on average.
+        entries: entries that a query sees, on average; None where the layer has none.
+        selected: how many of those the indexer selects; None where the layer has no indexer.
+        undecided: queries not compared because rounding decides what the indexer selects for them.
+        alone: packed against each document alone.
+        reference: packed against the reference.
+        milliseconds: for a compiled forward and backward pass over the packed rows.
+    """
+
+    layer_type: LayerType
+    window_keys: float
+    entries: float | None
+    selected: float | None
+    undecided: int
+    alone: Agreement
+    reference: Agreement
+    milliseconds: float
+
+
+def check_layer(
+    sample: Sample, config: AttentionConfig, layer_type: LayerType, seed: int, advance: Callable[[str], None]
+) -> LayerReport:
+    """Runs one layer and the two things it must agree with. `advance` is called before each of `STEPS_PER_LAYER`."""
+    advance("packed")
+    layer = make_layer(config, layer_type, seed)
+    x, documents = sample.packed.values, sample.packed.documents
+    real = ~np.asarray(documents.is_padding)
+    decided, selected = real, None
+    if layer_type is LayerType.CSA:
+        slots, lead = selected_entries(layer, x, documents)
+        selected = float((slots >= 0).sum(-1)[real].mean())
+        decided = real & (lead > _UNDECIDED)
+        sample = _weightless_where(~decided, sample)
+    step = compile_step(layer)
+    cotangents = pack_documents(sample.cotangents, x.shape[1]).values
+    packed = step(x, documents, cotangents)
+    started = time.perf_counter()
+    step(x, documents, cotangents)
+    milliseconds = 1e3 * (time.perf_counter() - started)
+
+    advance("each document alone")
+    compared = decided | ~real  # padding must come out zero
+    alone = _compare(_only(compared, packed), _only(compared, run_alone(step, sample)), "packed vs alone")
+    advance("reference")
+    ids = _reference_ids(sample.packed.segment_ids)
+    few = (ids > 0) & decided
+    weights = cotangents * few[:, :, None]
+    expected, packed = run_reference(layer, x, ids, weights), step(x, documents, weights)
+    reference = _compare(_only(few, packed), _only(few, expected), "packed vs reference")
+
+    visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
+    return LayerReport(
+        layer_type=layer_type,
+        window_keys=float(np.asarray(visibility.window_counts)[real].mean()),
+        entries=float(np.asarray(visibility.entry_counts)[real].mean()) if visibility.compress_ratio else None,
+        selected=selected,
+        undecided=int((real & ~decided).sum()),
+        alone=alone,
+        reference=reference,
+        milliseconds=milliseconds,
+    )
+
+
+Step = Callable[[np.ndarray, Documents, np.ndarray], Result]
+"""Hidden states, documents and cotangents to what comes out."""
+
+
+def compile_step(layer: CompressedAttention) -> Step:
+    """The layer's forward and backward pass, compiled once for each shape."""
+    graph, state = nnx.split(layer)
+
+    def loss(state: Any, x: Array, documents: Documents, cotangents: Array) -> tuple[Array, Array]:
+        out = nnx.merge(graph, state)(x, documents=documents)
+        return jnp.vdot(out, cotangents), out
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+    def step(x: np.ndarray, documents: Documents, cotangents: np.ndarray) -> Result:
+        (of_state, of_x), out = jax.block_until_ready(compiled(state, jnp.asarray(x), documents, cotangents))
+        return _result(out, of_x, get_params(nnx.merge(graph, of_state)))
+
+    return step
+
+
+def run_alone(step: Step, sample: Sample) -> Result:
+    """Each document in a row of its own, from row 0; the results stand where the packed rows have the document."""
+    out, hidden = np.zeros_like(sample.packed.values), np.zeros_like(sample.packed.values)
+    params: dict[str, np.ndarray] = {}
+    for members, rows, width in _batches([len(document) for document in sample.hidden]):
+        x, cotangents = (
+            _one_a_row([part[member] for member in members], rows, width) for part in (sample.hidden, sample.cotangents)
+        )
+        lengths = np.zeros(rows, np.int32)
+        lengths[: len(members)] = [len(sample.hidden[member]) for member in members]
+        result = step(x, Documents.from_lengths(lengths, width), cotangents)
+        for own_row, member in enumerate(members):
+            row, start, length = sample.packed.placements[member]
+            out[row, start : start + length] = result.out[own_row, :length]
+            hidden[row, start : start + length] = result.hidden[own_row, :length]
+        params = {name: gradient + params.get(name, np.float32(0)) for name, gradient in result.params.items()}
+    return Result(out, hidden, params)
+
+
+def run_reference(layer: CompressedAttention, x: np.ndarray, segment_ids: np.ndarray, cotangents: np.ndarray) -> Result:
+    """The same pass by the reference; rows without any id are left at zero."""
+    rows = np.flatnonzero(segment_ids.any(axis=1))
+
+    def loss(params: Mapping[str, Array], x: Array) -> tuple[Array, Array]:
+        out = reference_attention(params, layer.config, layer.layer_type, x, segment_ids[rows])
+        return jnp.vdot(out, cotangents[rows]), out
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=_COMPILE_FAST)
+    (of_params, of_x), few_out = jax.block_until_ready(compiled(get_params(layer), jnp.asarray(x[rows])))
+    out, hidden = np.zeros_like(x), np.zeros_like(x)
+    out[rows], hidden[rows] = few_out, of_x
+    return _result(out, hidden, of_params)
+
+
+def _result(out: Array | np.ndarray, hidden: Array | np.ndarray, params: Mapping[str, Array]) -> Result:
+    return Result(np.asarray(out), np.asarray(hidden), {name: np.asarray(value) for name, value in params.items()})
+
+
+def _compare(actual: Result, expected: Result, what: str) -> Agreement:
+    """Held to the library's own tolerances, those of float32."""
+    got, want = ({"hidden": result.hidden, **result.params} for result in (actual, expected))
+    checks = (
+        lambda: assert_close(actual.out, expected.out, np.float32),
+        lambda: assert_gradients_close(got, want, np.float32),
+    )
+    complaints = []
+    for check in checks:
+        try:
+            check()
+        except AssertionError as error:
+            complaints.append(f"{what}: {error}")
+    worst = max(_of_peak(got[name], want[name]) for name in want)
+    return Agreement(float(np.abs(actual.out - expected.out).max()), worst, tuple(complaints))
+
+
+def _of_peak(got: np.ndarray, want: np.ndarray) -> float:
+    difference, peak = float(np.abs(got - want).max()), float(np.abs(want).max())
+    return difference / peak if peak else np.inf if difference else 0.0
+
+
+def _only(compared: np.ndarray, result: Result) -> Result:
+    """The result with zeros for outputs that are not compared."""
+    return result._replace(out=np.where(compared[:, :, None], result.out, np.float32(0)))
+
+
+def _weightless_where(where: np.ndarray, sample: Sample) -> Sample:
+    """The sample with a loss that these queries [B, S] take no part in."""
+    cotangents = [
+        np.where(where[row, start : start + length, None], np.float32(0), document)
+        for document, (row, start, length) in zip(sample.cotangents, sample.packed.placements, strict=True)
+    ]
+    return sample._replace(cotangents=cotangents)
+
+
+def _reference_ids(segment_ids: np.ndarray) -> np.ndarray:
+    """The ids of the row with the fewest, so the longest, documents and of the first few documents in it; else 0."""
+    row = int(np.argmin(segment_ids.max(axis=1)))
+    few = np.zeros_like(segment_ids)
+    few[row] = np.where(segment_ids[row] <= REFERENCE_DOCUMENTS, segment_ids[row], 0)
+    return few
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Documents to run together, and the shape to do it in: (which, rows, row length). One or two shapes in all.
+
+    A second one, for short documents, pays only where many of them would be padded to the longest.
+    """
+    longest = max(lengths)
+    short = max(1, longest // 8)
+    widths = [longest] if len(lengths) * longest <= 4 * _ALONE_TOKENS else [short, longest]
+    for low, width in zip([0, *widths], widths, strict=False):
+        group = [i for i, length in enumerate(lengths) if low < length <= width]
+        rows = min(len(group), max(1, _ALONE_TOKENS // width))
+        for first in range(0, len(group), max(rows, 1)):
+            yield group[first : first + rows], rows, width
+
+
+def _one_a_row(documents: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:
+    """[rows, width, E], each document at the start of a row, the rest zero."""
+    values = np.zeros((rows, width, documents[0].shape[1]), documents[0].dtype)
+    for row, document in enumerate(documents):
+        values[row, : len(document)] = document
+    return values

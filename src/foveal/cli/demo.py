@@ -1,0 +1,213 @@
+"""`foveal demo`: packed documents on a CPU, in numbers and in a picture."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foveal.cli.errors import CliError, require
+from foveal.config import LayerType
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from foveal.cli.checks import LayerReport
+    from foveal.cli.layer import Sample
+    from foveal.cli.text import Pieces, Text
+
+_SHORT = {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}
+_DESCRIPTION = """\
+Packs real text, byte by byte, into a few rows and runs the three layer types of DeepSeek-V4 on it, forward and
+backward, on the CPU. For each it checks that a packed document comes out, and learns, as if it were alone, and that
+this is what an independent reference computes. It ends in PASS or FAIL (exit code 1), and draws who sees what in a
+packed row.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `foveal demo`."""
+    summary = "run the three layer types on packed text and check them, on the CPU, in about a minute"
+    parser = subparsers.add_parser("demo", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="files to take text from, any bytes; a document is what stands between blank lines "
+        "(default: Foveal's own documents)",
+    )
+    numbers = (
+        ("--length", 512, 1, 1024, "tokens in a row; longer paragraphs are split"),
+        ("--rows", 2, 1, 16, "rows to fill at most; the rest of the text is left out"),
+        ("--seed", 0, 0, 2**31 - 1, "of parameters, embedding and loss"),
+    )
+    for name, default, low, high, what in numbers:
+        kind = _int_between(low, high)
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument(
+        "--output",
+        default="demo/visibility.png",
+        metavar="FILE",
+        help="where the picture goes; folders are made (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo: 0 if everything agrees, 1 if not.
+
+    Raises:
+        CliError: bad arguments, or rich or matplotlib are missing.
+    """
+    require(("rich", "matplotlib"), "demo")
+    _use_cpu()
+    from foveal.cli.checks import STEPS_PER_LAYER, check_layer
+    from foveal.cli.layer import DEMO_CONFIG, make_sample
+    from foveal.cli.picture import draw
+    from foveal.cli.text import fit_rows, read_text
+
+    text = read_text(args.paths)
+    pieces = fit_rows(text.paragraphs, args.length, args.rows)
+    sample = make_sample(pieces.documents, args.length, DEMO_CONFIG, args.seed)
+    console = _console()
+    console.print(_introduction(text, pieces, sample))
+    with _progress(console, STEPS_PER_LAYER * DEMO_CONFIG.num_layers + 1) as advance:
+        advance("picture")
+        _save(lambda path: draw(text.paragraphs, args.seed, path), Path(args.output))
+        reports = [
+            check_layer(
+                sample, DEMO_CONFIG, kind, args.seed, lambda what, kind=kind: advance(f"{_SHORT[kind]}: {what}")
+            )
+            for kind in DEMO_CONFIG.layer_types
+        ]
+    console.print(_table(reports, sample))
+    console.print(f"Picture: {args.output}")
+    return _verdict(console, reports)
+
+
+def _int_between(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = None
+        if number is None or not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {value!r}")
+        return number
+
+    return parse
+
+
+def _use_cpu() -> None:
+    """The environment variable would come too late: importing foveal has imported jax, which read it."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _console() -> Console:
+    """Where the report goes; plain text, whatever the environment says, unless that is a terminal."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    width = None if terminal else 100
+    return Console(force_terminal=terminal, width=width, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar, on a terminal only; call what it gives before each step, with the step's name."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task, done = progress.add_task("", total=steps), itertools.count()
+
+        def advance(what: str) -> None:
+            progress.update(task, completed=next(done), description=what)
+
+        yield advance
+
+
+def _introduction(text: Text, pieces: Pieces, sample: Sample) -> str:
+    import jax
+
+    lengths = [len(document) for document in pieces.documents]
+    rows, length = sample.packed.segment_ids.shape
+    split = f"; paragraphs longer than a row, so split: {pieces.split}" if pieces.split else ""
+    rest = "" if pieces.complete else "; the rest of the text is left out"
+    return (
+        f"Text: {text.source}\n"
+        f"Documents: {len(lengths)} of {min(lengths)} to {max(lengths)} bytes, each byte a token{split}{rest}\n"
+        f"Packed into {rows} x {length} tokens, {sum(lengths) / (rows * length):.0%} full; "
+        f"jax {jax.__version__} on {jax.default_backend()}"
+    )
+
+
+def _save(draw: Callable[[Path], None], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(path)
+    except OSError as error:
+        raise CliError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+
+
+def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
+    """A column a layer."""
+    from rich import box
+    from rich.table import Table
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f}"
+
+    tokens = str(sum(map(len, sample.hidden)))
+    rows: tuple[tuple[str, list[str]], ...] = (
+        ("documents", [str(len(sample.hidden))] * len(reports)),
+        ("tokens", [tokens] * len(reports)),
+        ("a query sees, on average", []),
+        ("  keys of its window", [number(r.window_keys) for r in reports]),
+        ("  entries", [number(r.entries) for r in reports]),
+        ("  of which selected", [number(r.selected) for r in reports]),
+        ("packed vs alone, largest difference", []),
+        ("  output", [f"{r.alone.output:.1e}" for r in reports]),
+        ("  gradient, relative to its peak", [f"{r.alone.gradient:.1e}" for r in reports]),
+        ("packed vs reference, largest difference", []),
+        ("  output", [f"{r.reference.output:.1e}" for r in reports]),
+        ("  gradient, relative to its peak", [f"{r.reference.gradient:.1e}" for r in reports]),
+        ("forward and backward, compiled, ms", [f"{r.milliseconds:.0f}" for r in reports]),
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("layer")
+    for report in reports:
+        table.add_column(_SHORT[report.layer_type], justify="right", no_wrap=True, min_width=8)
+    for label, cells in rows:
+        table.add_row(label, *cells, style=None if cells else "bold")
+    return table
+
+
+def _verdict(console: Console, reports: Sequence[LayerReport]) -> int:
+    from foveal.testing.numerics import tolerance
+
+    for report in reports:
+        if report.undecided:
+            console.print(
+                f"{_SHORT[report.layer_type]}: queries left out of the comparison, since rounding decides between "
+                f"entries of equal score: {report.undecided}"
+            )
+        for complaint in (*report.alone.complaints, *report.reference.complaints):
+            console.print(f"{_SHORT[report.layer_type]}, {complaint}")
+    failed = any(report.alone.complaints or report.reference.complaints for report in reports)
+    limit = tolerance("float32")
+    rule = (
+        f"float32: outputs elementwise within rtol = atol = {limit.elementwise:g}, "
+        f"each gradient within {limit.of_peak:g} of its peak"
+    )
+    console.print(f"{'FAIL' if failed else 'PASS'} ({rule})", style="bold red" if failed else "bold green")
+    return 1 if failed else 0

@@ -1,0 +1,123 @@
+"""The demo's layers and what goes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
+from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
+from foveal.nn import CompressedAttention
+from foveal.nn.indexer import IndexedCompressor
+from foveal.ops import apply_rope, rope_table
+from foveal.testing.generators import random_params
+from foveal.testing.parameters import set_params
+from foveal.typing import Array
+
+DEMO_CONFIG = AttentionConfig(
+    hidden_size=256,
+    num_attention_heads=8,
+    head_dim=64,
+    qk_rope_head_dim=32,
+    q_lora_rank=128,
+    o_groups=4,
+    o_lora_rank=32,
+    sliding_window=128,
+    layer_types=tuple(LayerType),
+    csa_ratio=4,
+    hca_ratio=128,
+    index_n_heads=8,
+    index_head_dim=32,
+    index_topk=16,
+    rope=RopeConfig(10_000.0),
+    compress_rope=RopeConfig(160_000.0, YarnConfig(16.0, 65_536, 32.0, 1.0)),
+)
+"""The released models' window, ratios and RoPE, in layers small enough for any CPU."""
+
+
+class Sample(NamedTuple):
+    """Text as a layer's input.
+
+    Attributes:
+        hidden: float32 [T, E] a document.
+        cotangents: likewise; the loss is the sum of outputs times these.
+        packed: the hidden states, packed into rows.
+    """
+
+    hidden: list[np.ndarray]
+    cotangents: list[np.ndarray]
+    packed: PackedDocuments
+
+
+def make_sample(documents: Sequence[bytes], length: int, config: AttentionConfig, seed: int) -> Sample:
+    """Bytes are tokens: each has a fixed random vector. Noise of half its size tells equal bytes apart.
+
+    Without it a run of one byte would be a run of equal hidden states, which no layer of a model sees, and its
+    gradients would cancel to nothing but rounding.
+    """
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(256, config.hidden_size))
+    tokens = [np.frombuffer(document, np.uint8) for document in documents]
+    hidden = [table[t] + 0.5 * rng.normal(size=(len(t), config.hidden_size)) for t in tokens]
+    hidden = [h.astype(np.float32) for h in hidden]
+    cotangents = [rng.normal(size=h.shape).astype(np.float32) for h in hidden]
+    return Sample(hidden, cotangents, pack_documents(hidden, length))
+
+
+def make_layer(config: AttentionConfig, layer_type: LayerType, seed: int) -> CompressedAttention:
+    """A layer with random parameters on which mistakes show."""
+    layer = CompressedAttention(config, layer_type=layer_type, rngs=nnx.Rngs(seed))
+    set_params(layer, random_params(config, layer_type, seed))
+    return layer
+
+
+def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """What a CSA layer's indexer selects, and how clearly.
+
+    Args:
+        layer: a CSA layer.
+        x: hidden states, [B, S, E].
+        documents: of these rows.
+
+    Returns:
+        int32 [B, S, K], the selected slots, -1 for none; and float32 [B, S], by how much the last selected entry
+        leads the best one left, relative to the query's largest score; infinite where none is left. Where the lead is
+        next to nothing, another order of summation may select another entry, and neither is wrong.
+    """
+    graph, state = nnx.split(layer)
+    config = layer.config
+
+    @jax.jit
+    def select(state: Any, x: Array, documents: Documents) -> tuple[Array, Array]:
+        layer = nnx.merge(graph, state)
+        assert isinstance(layer.compressor, IndexedCompressor)
+        indexer = layer.compressor.indexer
+        layout = WindowLayout.of(documents, config.csa_ratio)
+        table = rope_table(documents.positions, config.compress_rope, config.qk_rope_head_dim)
+        keys = indexer(x, layout, rope_table(layout.positions, config.compress_rope, config.qk_rope_head_dim))
+        q_residual = layer.q_a_norm(layer.q_a_proj(x))
+        visibility = Visibility(documents, config.sliding_window, config.csa_ratio)
+        slots = indexer.select(x, q_residual, keys, table=table, visibility=visibility)
+        queries = indexer.q_b_proj(q_residual).reshape(*x.shape[:2], config.index_n_heads, config.index_head_dim)
+        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", apply_rope(queries, table), keys))
+        scores = jnp.einsum("btic,bti->btc", matches, indexer.scorer(x))
+        return slots, _lead(scores, visibility.entry_mask(), config.index_topk)
+
+    slots, lead = select(state, jnp.asarray(x), documents)
+    return np.asarray(slots), np.asarray(lead)
+
+
+def _lead(scores: Array, visible: Array, top_k: int) -> Array:
+    """[B, S, C] -> [B, S]: see `selected_entries`."""
+    if scores.shape[-1] <= top_k:
+        return jnp.full(scores.shape[:2], jnp.inf, scores.dtype)
+    best, _ = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), top_k + 1)
+    last, next_best = best[:, :, top_k - 1], best[:, :, top_k]
+    largest = jnp.max(jnp.where(visible, jnp.abs(scores), 0.0), axis=-1)
+    lead = (last - next_best) / jnp.maximum(largest, jnp.finfo(scores.dtype).tiny)
+    return jnp.where(next_best == -jnp.inf, jnp.inf, lead)

@@ -1,0 +1,269 @@
+"""The three layers against the independent reference: outputs, all gradients, short rows, ties, dtypes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, LightningIndexer
+from foveal.testing.generators import random_segment_ids
+from foveal.testing.numerics import assert_close, assert_gradients_close, tolerance
+
+CONFIG = AttentionConfig.tiny()
+LAYER_TYPES = tuple(LayerType)
+CLEAR = 1e-5  # float32 index scores are this sure of their order
+
+
+def agree(layer, reference, params, x, segment_ids, cotangent, dtype=np.float32):
+    """Outputs and gradients within tolerance; False, and nothing checked, where rounding may choose the entries."""
+    if reference.margin(params, x, segment_ids) < CLEAR:
+        return False
+    want, want_gradients = reference.vjp(params, x, segment_ids, cotangent)
+    got, got_gradients = layer.vjp(params, x, segment_ids, cotangent)
+    assert got.dtype == dtype
+    assert_close(got, want, dtype)
+    assert_gradients_close(got_gradients, want_gradients, dtype)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- reference
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_unpacked_rows_agree_with_the_reference(layer_type, pure_layer, compiled_reference, problem):
+    layer, reference = pure_layer(layer_type), compiled_reference(layer_type)
+    judged = [agree(layer, reference, *unpacked(problem(layer_type, seed))) for seed in range(4)]
+    assert sum(judged) >= 3
+
+
+def unpacked(problem):
+    params, x, cotangent = problem
+    return params, x, None, cotangent
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**20),
+    layout=st.integers(0, 2**20),
+    max_document=st.sampled_from([9, 20, 67]),
+    padding=st.booleans(),
+)
+def test_packed_rows_agree_with_the_reference(
+    layer_type, pure_layer, compiled_reference, problem, seed, layout, max_document, padding
+):
+    params, x, cotangent = problem(layer_type, seed)
+    ids = random_segment_ids(layout, *x.shape[:2], max_document=max_document, padding=padding)
+    assume(agree(pure_layer(layer_type), compiled_reference(layer_type), params, x, ids, cotangent))
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_documents_too_short_for_an_entry_agree_with_the_reference(
+    layer_type, pure_layer, compiled_reference, problem
+):
+    params, x, cotangent = problem(layer_type, 5)
+    ids = random_segment_ids(5, *x.shape[:2], max_document=3)
+    layer, reference = pure_layer(layer_type), compiled_reference(layer_type)
+    assert agree(layer, reference, params, x, ids, cotangent)
+    _, gradients = layer.vjp(params, x, ids, cotangent)
+    for name in gradients:
+        assert np.any(gradients[name]) == ("compressor" not in name), name
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_every_gradient_is_alive_and_none_passes_the_choice_of_entries(layer_type, pure_layer, problem):
+    params, x, cotangent = problem(layer_type, 6)
+    _, gradients = pure_layer(layer_type).vjp(params, x, None, cotangent)
+    assert gradients.keys() == {*params, "x"}
+    for name, gradient in gradients.items():
+        assert np.any(gradient) == ("indexer" not in name), name
+
+
+# ---------------------------------------------------------------------------------------------------- short and empty
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "length"),
+    [
+        (LayerType.SLIDING, 1),
+        *((LayerType.CSA, length) for length in (1, 2, 3, 7)),  # the last has one entry
+        *((LayerType.HCA, length) for length in (1, 7)),
+    ],
+)
+def test_short_rows(layer_type, length, pure_layer, compiled_reference, problem):
+    """A row too short for a window still gives every parameter of the compressor a gradient: zeros."""
+    params, x, cotangent = problem(layer_type, 7, length=length)
+    layer = pure_layer(layer_type, optimized=False)
+    assert agree(layer, compiled_reference(layer_type), params, x, None, cotangent)
+    _, gradients = layer.vjp(params, x, None, cotangent)
+    assert gradients.keys() == {*params, "x"}
+    if length < (CONFIG.compress_ratio(layer_type) or 1):
+        for name, gradient in gradients.items():
+            assert gradient.shape == np.shape(x if name == "x" else params[name])
+            if "compressor" in name:
+                np.testing.assert_array_equal(gradient, 0.0, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 9)])
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_nothing_in_nothing_out(layer_type, shape, pure_layer, problem):
+    params, x, cotangent = problem(layer_type, 8, batch=shape[0], length=shape[1])
+    for documents in (None, np.zeros(shape, np.int32)):
+        output, gradients = pure_layer(layer_type).vjp(params, x, documents, cotangent)
+        assert output.shape == x.shape
+        assert gradients.keys() == {*params, "x"}
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(gradient, 0.0, err_msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------------ selection
+
+
+def test_select_all_agrees_with_the_reference(pure_layer, compiled_reference, problem):
+    layer = pure_layer(LayerType.CSA, select="all")
+    reference = compiled_reference(LayerType.CSA, select="all")
+    params, x, cotangent = problem(LayerType.CSA, 10)
+    for ids in (np.ones(x.shape[:2], np.int32), random_segment_ids(10, *x.shape[:2], max_document=67)):
+        assert agree(layer, reference, params, x, ids, cotangent)
+        everything, some = (each.vjp(params, x, ids, cotangent)[0] for each in (layer, pure_layer(LayerType.CSA)))
+        assert np.abs(everything - some).max() > 0.1
+
+
+@pytest.mark.parametrize("layer_type", [LayerType.SLIDING, LayerType.HCA])
+def test_select_is_without_effect_on_other_layers(layer_type, pure_layer, problem):
+    params, x, _ = problem(layer_type, 12)
+    programs = [jax.make_jaxpr(pure_layer(layer_type, select=select).apply)(params, x) for select in ("top_k", "all")]
+    assert str(programs[0]) == str(programs[1])
+
+
+@pytest.mark.parametrize("kernel", ["scorer.weights_proj", "q_b_proj"])
+def test_ties_go_to_the_lowest_entries_of_the_document(kernel, pure_layer, compiled_reference, problem):
+    """All index scores are zero, of either sign: every choice is a tie, and the document's first entries win."""
+    params, x, cotangent = problem(LayerType.CSA, 13)
+    params[f"compressor.indexer.{kernel}.kernel"] *= 0.0
+    ids = random_segment_ids(13, *x.shape[:2], max_document=67)
+    for segment_ids in (ids, None):
+        assert compiled_reference(LayerType.CSA).margin(params, x, segment_ids) == np.inf  # nothing but ties
+        assert agree(pure_layer(LayerType.CSA), compiled_reference(LayerType.CSA), params, x, segment_ids, cotangent)
+
+
+@pytest.fixture(scope="module")
+def selected(pure_layer):
+    """Compiled: the slots [B, S, K] that a CSA layer picks, seen where its indexer hands them over."""
+
+    def make(dtype):
+        def select(params, x, segment_ids):
+            seen, original = [], LightningIndexer.select
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LightningIndexer, "select", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+                layer.apply(params, x, segment_ids)
+            return seen[0]
+
+        compiled, layer = jax.jit(select), pure_layer(LayerType.CSA, dtype=dtype)
+        return lambda params, x, segment_ids: np.asarray(compiled(layer.own_dtypes(params), x, segment_ids))
+
+    return make
+
+
+@pytest.mark.parametrize("near_ties", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_selection_is_the_best_up_to_rounding(dtype, near_ties, selected, compiled_reference, problem, runs_of):
+    """Judged by float64 scores: nothing left out beats anything chosen by more than the dtype's rounding.
+
+    Near ties: tokens that differ by a thousandth, and keys that RoPE does not tell apart.
+    """
+    params, x, _ = problem(LayerType.CSA, 14, dtype=dtype)
+    if near_ties:
+        x = (x[:1, :1].astype(np.float32) + 1e-3 * x.astype(np.float32)).astype(dtype)
+        params["compressor.indexer.kv_norm.scale"][-CONFIG.qk_rope_head_dim :] = 0
+    ids = np.array([[0] * 5 + [3] * 62, [1] * 26 + [2] * 41])
+    slots, limit = selected(dtype)(params, x, ids), tolerance(dtype).of_peak
+    regrets, regrets_of_first = [], []
+    for b, start, stop in runs_of(x, ids):
+        scores = compiled_reference(LayerType.CSA).index_scores(params, x[b, start:stop])
+        scores = scores / np.abs(scores).max()
+        for t in range(stop - start):
+            visible = (t + 1) // CONFIG.csa_ratio
+            count = min(CONFIG.index_topk, visible)
+            chosen = slots[b, start + t, :count] - start // CONFIG.csa_ratio
+            np.testing.assert_array_equal(slots[b, start + t, count:], -1)
+            assert np.all(np.diff(chosen) > 0)
+            assert np.all((chosen >= 0) & (chosen < visible))
+            if count < visible:
+                regrets.append(regret(scores[t, :visible], chosen))
+                regrets_of_first.append(regret(scores[t, :visible], np.arange(count)))
+    assert max(regrets) <= limit
+    assert near_ties or max(regrets_of_first) > 10 * limit  # a wrong choice is found out
+
+
+def regret(scores, chosen):
+    """How much better the best entry left out is than the worst one chosen."""
+    return np.delete(scores, chosen).max() - scores[chosen].min()
+
+
+# --------------------------------------------------------------------------------------------------- dtypes, arguments
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_bfloat16_layer(layer_type, pure_layer, compiled_reference, problem):
+    """Compared with float64 on the same rounded values, all entries in use: a choice made in bfloat16 may differ."""
+    params, x, cotangent = problem(layer_type, 15, dtype=jnp.bfloat16)
+    ids = random_segment_ids(15, *x.shape[:2], max_document=67)
+    select = "all" if layer_type == LayerType.CSA else "top_k"
+    layer = pure_layer(layer_type, select=select, dtype=jnp.bfloat16, optimized=False)
+    assert agree(layer, compiled_reference(layer_type, select=select), params, x, ids, cotangent, jnp.bfloat16)
+
+
+def test_documents_in_place_of_segment_ids(pure_layer, problem):
+    params, x, cotangent = problem(LayerType.CSA, 16)
+    layer, ids = pure_layer(LayerType.CSA), random_segment_ids(16, *x.shape[:2], max_document=30)
+    prepared = layer.forward(params, x, Documents.from_segment_ids(ids))
+    assert_close(prepared, layer.vjp(params, x, ids, cotangent)[0], np.float32)
+    assert np.abs(prepared - layer.vjp(params, x, None, cotangent)[0]).max() > 0.1
+
+
+def test_layer_index_and_layer_type_name_the_same_layer():
+    config = dataclasses.replace(CONFIG, layer_types=(LayerType.HCA, LayerType.SLIDING, LayerType.CSA))
+    for index, layer_type in enumerate(config.layer_types):
+        for layer in (
+            CompressedAttention(config, index, rngs=nnx.Rngs(0)),
+            CompressedAttention(config, layer_type=str(layer_type), rngs=nnx.Rngs(0)),
+        ):
+            assert layer.layer_type is layer_type
+            assert (layer.compressor is None) == (layer_type == LayerType.SLIDING)
+
+
+def test_fresh_parameters():
+    """Kernels are drawn with `initializer_range`, each its own; scales start at one, sinks and biases at zero."""
+    config = dataclasses.replace(CONFIG, initializer_range=0.5)
+    layer = CompressedAttention(config, layer_type=LayerType.CSA, rngs=nnx.Rngs(0))
+    kernels = []
+    for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)):
+        value = np.asarray(variable[...])
+        if path[-1] == "kernel":
+            assert 0.4 < value.std() < 0.6, path
+            kernels.append(value.ravel()[:8].tolist())
+        else:
+            np.testing.assert_array_equal(value, 1.0 if path[-1] == "scale" else 0.0, err_msg=str(path))
+    assert len({tuple(k) for k in kernels}) == len(kernels) == 11
+
+
+OTHER_SIZES = {
+    **{"hidden_size": 40, "num_attention_heads": 6, "head_dim": 24, "qk_rope_head_dim": 6, "q_lora_rank": 20},
+    **{"o_groups": 3, "o_lora_rank": 7, "index_n_heads": 3, "index_head_dim": 14, "index_topk": 3},
+    **{"sliding_window": 3, "csa_ratio": 1, "hca_ratio": 5, "rms_norm_eps": 1e-2},
+}
+
+
+@pytest.mark.parametrize("layer_type", [LayerType.CSA, LayerType.HCA])
+def test_other_sizes_agree_with_the_reference(layer_type, pure_layer, compiled_reference, problem):
+    """Widths that are not equal by chance, another eps, an entry a token, windows of a length that is no power of 2."""
+    params, x, cotangent = problem(layer_type, 17, batch=1, length=23, **OTHER_SIZES)
+    layer = pure_layer(layer_type, optimized=False, **OTHER_SIZES)
+    reference = compiled_reference(layer_type, length=23, **OTHER_SIZES)
+    assert agree(layer, reference, params, x, None, cotangent)

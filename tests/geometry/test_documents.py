@@ -185,6 +185,13 @@ def test_a_promise_about_lengths_is_checked_too(make):
             make(values, 10, alignment=broken)
 
 
+def test_an_empty_document_cannot_break_a_promise():
+    """A repeated last value says nothing about where documents begin, though 5 is no multiple of 4."""
+    assert Documents.from_cu_seqlens(np.array([0, 5, 5, 5]), 8, alignment=4).alignment == 4
+    assert Documents.from_cu_seqlens(np.array([[0, 5, 5], [0, 0, 8]]), 8, alignment=0).alignment == 0
+    assert Documents.from_lengths(np.array([[5, 0, 0]]), 8, alignment=4).alignment == 4
+
+
 @pytest.mark.parametrize(
     ("make", "values"),
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +108,8 @@ class CompiledReference:
     def vjp(self, params, x, segment_ids, cotangent) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """As `PureLayer.vjp`."""
         params = {name: np.asarray(value, np.float64) for name, value in params.items()}
-        gradients = {name: np.zeros(value.shape) for name, value in params.items()}
-        output, x_gradient = np.zeros((2, *x.shape))
+        gradients: dict[str, np.ndarray] = {name: np.zeros(value.shape) for name, value in params.items()}
+        output, x_gradient = np.zeros(x.shape), np.zeros(x.shape)
         for b, start, stop in document_runs(x, segment_ids):
             rows = np.zeros((2, self._length, x.shape[2]))
             rows[:, : stop - start] = x[b, start:stop], cotangent[b, start:stop]
@@ -124,7 +125,7 @@ def document_runs(x, segment_ids=None) -> list[tuple[int, int, int]]:
     runs = []
     for b, ids in enumerate(np.ones(x.shape[:2], int) if segment_ids is None else segment_ids):
         edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-        runs += [(b, i, j) for i, j in zip(edges, edges[1:], strict=False) if i < j and ids[i] != 0]
+        runs += [(b, i, j) for i, j in itertools.pairwise(edges) if i < j and ids[i] != 0]
     return runs
 
 

@@ -63,9 +63,7 @@ def test_packed_rows_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
-def test_documents_too_short_for_an_entry_agree_with_the_reference(
-    layer_type, pure_layer, compiled_reference, problem
-):
+def test_documents_too_short_for_an_entry_agree_with_the_reference(layer_type, pure_layer, compiled_reference, problem):
     params, x, cotangent = problem(layer_type, 5)
     ids = random_segment_ids(5, *x.shape[:2], max_document=3)
     layer, reference = pure_layer(layer_type), compiled_reference(layer_type)
@@ -254,9 +252,20 @@ def test_fresh_parameters():
 
 
 OTHER_SIZES = {
-    **{"hidden_size": 40, "num_attention_heads": 6, "head_dim": 24, "qk_rope_head_dim": 6, "q_lora_rank": 20},
-    **{"o_groups": 3, "o_lora_rank": 7, "index_n_heads": 3, "index_head_dim": 14, "index_topk": 3},
-    **{"sliding_window": 3, "csa_ratio": 1, "hca_ratio": 5, "rms_norm_eps": 1e-2},
+    "hidden_size": 40,
+    "num_attention_heads": 6,
+    "head_dim": 24,
+    "qk_rope_head_dim": 6,
+    "q_lora_rank": 20,
+    "o_groups": 3,
+    "o_lora_rank": 7,
+    "index_n_heads": 3,
+    "index_head_dim": 14,
+    "index_topk": 3,
+    "sliding_window": 3,
+    "csa_ratio": 1,
+    "hca_ratio": 5,
+    "rms_norm_eps": 1e-2,
 }
 
 

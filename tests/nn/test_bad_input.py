@@ -49,7 +49,7 @@ def shaped(*shape, dtype=jnp.float32):
         (X, {"documents": Documents.unpacked(2, 8)}, "documents: expected [B, S] = (2, 9), got (2, 8)"),
         (X, {"documents": Documents.unpacked(9, 2)}, "documents: expected [B, S] = (2, 9), got (9, 2)"),
         (X, {"segment_ids": IDS, "documents": Documents.unpacked(2, 9)}, "documents: expected not both"),
-        (X, {"select": "some"}, "select: expected \"top_k\" or \"all\", got 'some'"),
+        (X, {"select": "some"}, 'select: expected "top_k" or "all", got \'some\''),
         (X, {"select": None}, 'select: expected "top_k" or "all", got None'),
         (X, {"implementation": "flash"}, "implementation: expected None or one of "),
     ],
@@ -80,7 +80,10 @@ def test_the_wrong_kind_of_thing_is_refused_by_name(layer, name, value):
     ("kwargs", "message"),
     [
         ({}, "layer_index, layer_type: expected exactly one of them, got None and None"),
-        ({"layer_index": 1, "layer_type": "sliding_attention"}, "layer_index, layer_type: expected exactly one of them"),
+        (
+            {"layer_index": 1, "layer_type": "sliding_attention"},
+            "layer_index, layer_type: expected exactly one of them",
+        ),
         ({"layer_index": 3}, "layer_index: expected 0 <= layer_index < 3"),
         ({"layer_index": -1}, "layer_index: expected 0 <= layer_index < 3"),
         ({"layer_index": 1.0}, "layer_index: expected an int, got 1.0"),
@@ -98,7 +101,9 @@ def test_layer_index_zero_is_an_index():
     assert CompressedAttention(CONFIG, 0, rngs=nnx.Rngs(0)).layer_type is LayerType.SLIDING
 
 
-@pytest.mark.parametrize("ids", [IDS.astype(np.int8), IDS.astype(np.uint8), IDS.astype(np.uint32), IDS.astype(np.int64)])
+@pytest.mark.parametrize(
+    "ids", [IDS.astype(np.int8), IDS.astype(np.uint8), IDS.astype(np.uint32), IDS.astype(np.int64)]
+)
 def test_any_integer_will_do_for_segment_ids(layer, ids):
     assert jax.eval_shape(lambda x: layer(x, ids), X).shape == X.shape
 

@@ -24,7 +24,10 @@ LENGTHS = (1, 3, 127, 128, 129, 489)
 FLASH = AttentionConfig.deepseek_v4_flash()
 # Flash's ratios, window and RoPE in small widths; 16 of up to 122 entries are selected.
 REAL = {name: getattr(FLASH, name) for name in ("csa_ratio", "hca_ratio", "sliding_window", "rope", "compress_rope")}
-REAL |= {"index_n_heads": 16, "index_topk": 16}  # with few heads many scores are zero, and torch breaks ties as it likes
+REAL |= {
+    "index_n_heads": 16,
+    "index_topk": 16,
+}  # with few heads many scores are zero, and torch breaks ties as it likes
 SMALL = dataclasses.replace(AttentionConfig.tiny(), **REAL)
 CLEAR = 1e-5
 # fmt: off

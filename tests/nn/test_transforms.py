@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
+from jax.ad_checkpoint import print_saved_residuals
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
 from foveal.nn import ACTIVATION_NAMES
@@ -58,7 +59,7 @@ def count(jaxpr, primitive):
     return sum(equation.primitive.name == primitive for equation in equations(jaxpr))
 
 
-# ------------------------------------------------------------------------------------------------------- jit, grad, remat
+# ---------------------------------------------------------------------------------------------------- jit, grad, remat
 
 
 def test_jit_and_value_and_grad(pure_layer, problem):
@@ -89,7 +90,7 @@ def test_without_jit(pure_layer, problem):
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
 def test_remat_policies_can_name_every_activation(layer_type, pure_layer, problem, capsys):
     """Each name marks one activation, is what a policy saves, and changes no gradient."""
-    params, x, cotangent = problem(layer_type, 3, length=19)
+    params, x, _cotangent = problem(layer_type, 3, length=19)
     apply = pure_layer(layer_type).apply
     names = [
         equation.params["name"]
@@ -99,7 +100,7 @@ def test_remat_policies_can_name_every_activation(layer_type, pure_layer, proble
     assert sorted(names) == sorted(SAVED[layer_type])
 
     policy = jax.checkpoint_policies.save_only_these_names(*ACTIVATION_NAMES)
-    jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(apply, policy=policy), params, x)
+    print_saved_residuals(jax.checkpoint(apply, policy=policy), params, x)
     lines = [line for line in capsys.readouterr().out.splitlines() if "named" in line]
     # The last one is an input of a linear map: what comes after needs it, what is before it does not.
     assert {name for name in names if any(f"'{name}'" in line for line in lines)} >= SAVED[layer_type] - {"index_keys"}
@@ -122,7 +123,7 @@ def test_saved_indices_spare_the_backward_pass_the_indexer(pure_layer, problem):
 
 def test_nnx_remat_changes_no_gradient(pure_layer, problem):
     params, x, cotangent = problem(LayerType.CSA, 4)
-    want, want_gradients = pure_layer(LayerType.CSA).vjp(params, x, None, cotangent)
+    _want, want_gradients = pure_layer(LayerType.CSA).vjp(params, x, None, cotangent)
     policy = jax.checkpoint_policies.save_only_these_names("q", "entries", "indices")
     forward = nnx.remat(lambda layer, x: layer(x), policy=policy)
 
@@ -182,7 +183,7 @@ def test_documents_are_data(problem):
     assert not np.array_equal(outputs[0], outputs[2])
 
 
-# -------------------------------------------------------------------------------------------------------------- sharding
+# ----------------------------------------------------------------------------------------------------------- sharding
 
 
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
@@ -198,7 +199,7 @@ def test_every_axis_of_every_parameter_has_a_name(layer_type):
 def test_rules_shard_the_model(pure_layer, problem):
     params, x, _ = problem(LayerType.CSA, 7)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rules = {name: None for name in AXES} | {"embed": "data"} | dict.fromkeys(["heads", "index_heads", "o_groups"], "model")
+    rules = dict.fromkeys(AXES) | {"embed": "data"} | dict.fromkeys(["heads", "index_heads", "o_groups"], "model")
     layer = build(LayerType.CSA, params)
     with logical_axis_rules(tuple(rules.items())):
         state = nnx.state(layer, nnx.Param)
@@ -329,13 +330,13 @@ def test_published_models_have_the_published_shapes(model):
         assert shapes == {name: both[model] for name, both in wanted.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_index_scores_of_all_heads_never_exist_at_once(packed, with_gradients):
-    """Per-head scores of S queries and C entries, 8.4 million here, would be by far the largest array of the program."""
+    """Per-head scores of S queries and C entries, 8.4 million here, would be by far the program's largest array."""
     config = dataclasses.replace(CONFIG, index_n_heads=512, index_head_dim=16)
     length, heads = 256, config.index_n_heads
     layer = nnx.eval_shape(lambda: CompressedAttention(config, layer_type=LayerType.CSA, rngs=nnx.Rngs(0)))

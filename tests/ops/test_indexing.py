@@ -228,13 +228,15 @@ def test_documents_are_data():
     np.testing.assert_array_equal(unpacked, select(*problem, FULL, top_k=3))
 
 
-def test_bfloat16_scores_are_float32():
-    """The sum over heads would tie in bfloat16: 256 and 257 are the same number there."""
+@pytest.mark.parametrize("where", ["in the product", "over the heads"])
+def test_bfloat16_scores_are_float32(where):
+    """256 and 257 are one number in bfloat16, so a sum that is rounded to it would tie."""
     scores = np.tile(np.array([256.0, 257.0, 0.0, 258.0, 259.0, 0.0, 260.0, 0.0]), (B, S, 1))
-    high, low = np.floor(scores / 2), np.ceil(scores / 2)  # both exact in bfloat16, their sum is not
-    q = jnp.asarray(np.stack([high, low], axis=2)).astype(jnp.bfloat16)
-    keys = jnp.broadcast_to(jnp.eye(C, dtype=jnp.bfloat16), (B, C, C))
-    actual = select(q, jnp.ones((B, S, 2), jnp.bfloat16), keys, FULL, top_k=3)
+    halves, axis = (np.floor(scores / 2), np.ceil(scores / 2)), {"in the product": -1, "over the heads": 2}[where]
+    q = np.concatenate([half[:, :, None] for half in halves], axis=axis)  # exact in bfloat16, unlike their sums
+    keys = np.tile(np.eye(C), (B, 1, q.shape[-1] // C))
+    args = (jnp.asarray(a).astype(jnp.bfloat16) for a in (q, np.ones(q.shape[:3]), keys))
+    actual = select(*args, segment_ids=FULL, top_k=3)
     np.testing.assert_array_equal(actual, best_by_hand(scores, reference_visibility(FULL, 4, M)[1], 3))
 
 

@@ -158,11 +158,17 @@ class CompressedAttention(nnx.Module):
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")
-            if segment_ids.shape != x.shape[:2]:
-                raise ValueError(f"segment_ids: expected [B, S] = {x.shape[:2]}, got shape {segment_ids.shape}")
+            shape = getattr(segment_ids, "shape", None)
+            if shape != x.shape[:2]:
+                raise ValueError(
+                    f"segment_ids: expected [B, S] = {x.shape[:2]}, got "
+                    + (f"shape {shape}" if isinstance(shape, tuple) else type(segment_ids).__name__)
+                )
             return Documents.from_segment_ids(segment_ids)
         if documents is None:
             return Documents.unpacked(x.shape[0], x.shape[1])
+        if not isinstance(documents, Documents):
+            raise ValueError(f"documents: expected Documents, got {type(documents).__name__}; ids go to segment_ids")
         if documents.shape != x.shape[:2]:
             raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")
         return documents

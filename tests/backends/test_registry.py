@@ -105,8 +105,13 @@ def test_a_backend_gets_every_argument(install):
     assert request.visibility is VISIBILITY
     assert request.scale == 0.25
     assert request.precision == "highest"
-    for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(getattr(request, name), array)
+    for name in ("q", "kv", "entries", "sinks"):
+        np.testing.assert_array_equal(getattr(request, name), ARRAYS[name])
+    # Of the slots given, each that the query sees, once: no backend has to think of the others.
+    seen = np.asarray(VISIBILITY.sees_slots(ARRAYS["indices"]))
+    assert request.indices is not None
+    for got, given, visible in zip(request.indices[0], ARRAYS["indices"][0], seen[0], strict=True):
+        assert sorted(got[got >= 0].tolist()) == sorted(set(given[visible].tolist()))
     core_attention(ARRAYS["q"], ARRAYS["kv"], visibility=Visibility(VISIBILITY.documents, W))
     request = fake.requests[-1]
     assert request.scale == D**-0.5

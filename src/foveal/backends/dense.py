@@ -53,8 +53,7 @@ def _entry_mask(request: AttentionRequest) -> Array:
     batch, length, slots = mask.shape
     b = jnp.arange(batch)[:, None, None]
     s = jnp.arange(length)[None, :, None]
-    # Slots that must not count go to one column past the last: a negative index would wrap around.
-    target = jnp.where(request.visibility.sees_slots(indices), indices, slots)
+    target = jnp.where(indices < 0, slots, indices)  # one column past the last: a negative index would wrap around
     return jnp.zeros((batch, length, slots + 1), bool).at[b, s, target].set(True)[..., :slots]
 
 

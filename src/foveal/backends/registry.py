@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
 from foveal.backends.request import AttentionRequest, Backend
 
-_PREFERENCE: tuple[Backend, ...] = (Dense(),)
+_PREFERENCE: tuple[Backend, ...] = (Chunked(), Dense())
 """The order in which `implementation=None` tries them."""
 
 

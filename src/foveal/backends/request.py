@@ -21,8 +21,8 @@ class AttentionRequest:
         kv: [B, S, D], key and value of each raw token.
         entries: [B, C, D], key and value of each slot; None where the layer has none or C is 0.
         visibility: who sees what.
-        indices: [B, S, K] int32, the selected slots, in any order; duplicates count once, slots that the query does
-            not see (-1 among them) not at all. None for all visible entries.
+        indices: int32 [B, S, K], the selected slots, each one that its query sees and none twice; -1 for none, at any
+            place. None for all visible entries.
         sinks: [H] in the accumulation dtype, or None.
         scale: of the logits.
         precision: of the matmuls.

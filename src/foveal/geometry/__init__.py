@@ -5,7 +5,7 @@ Everything follows from one integer per token, the row at which its document beg
 
 from foveal.geometry.documents import Documents
 from foveal.geometry.packing import PackedDocuments, Placement, pack_documents
-from foveal.geometry.visibility import Visibility
+from foveal.geometry.visibility import TileRanges, Visibility
 from foveal.geometry.windows import WindowLayout
 
-__all__ = ["Documents", "PackedDocuments", "Placement", "Visibility", "WindowLayout", "pack_documents"]
+__all__ = ["Documents", "PackedDocuments", "Placement", "TileRanges", "Visibility", "WindowLayout", "pack_documents"]

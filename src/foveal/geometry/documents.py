@@ -31,6 +31,8 @@ class Documents:
         ValueError: `alignment` is not an int >= 0.
     """
 
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+
     document_start: Int32[Array, "B S"]
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
     padded: bool = dataclasses.field(default=True, metadata={"static": True})

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from foveal.geometry.documents import Documents
 from foveal.typing import Array, Bool, Int32
+
+
+class TileRanges(NamedTuple):
+    """What a tile of queries sees: half-open ranges, int32 [B, T] each, or [1, T] if the same in every batch row."""
+
+    window_first: Int32[Array, "B T"]
+    window_end: Int32[Array, "B T"]
+    entry_first: Int32[Array, "B T"]
+    entry_end: Int32[Array, "B T"]
+
+    @property
+    def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+        """First slot and one past the last that any query of the tile sees: no range's end decreases along the rows."""
+        return self.entry_first[:, 0].min(), self.entry_end[:, -1].max()
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +49,8 @@ class Visibility:
         ValueError: `sliding_window` below 1 or `compress_ratio` below 0.
     """
 
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
     compress_ratio: int = dataclasses.field(default=0, metadata={"static": True})
@@ -53,17 +70,40 @@ class Visibility:
     @property
     def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
         """int32 [B, S] twice: first row seen and one past the last."""
-        rows = jax.lax.broadcasted_iota(jnp.int32, self.documents.shape, 1)
-        return jnp.maximum(self.documents.document_start, rows - (self.sliding_window - 1)), rows + 1
+        return self._window_range(self.documents.document_start, 0)
 
     @property
     def entry_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
         """int32 [B, S] twice: first slot seen and one past the last."""
+        return self._entry_range(self.documents.document_start, 0)
+
+    def tile(self, row: int | Int32[Array, ""], size: int) -> TileRanges:
+        """The ranges of the queries at rows [row, row + size), for kernels that go tile by tile.
+
+        Args:
+            row: first row, an int or a traced scalar; row + size <= S.
+            size: queries, static.
+
+        Returns:
+            int32 [B, size] each, or [1, size] where every row is known to be one document: then they follow from the
+            row numbers, and no data is read.
+        """
+        if self.documents.is_unpacked:
+            start = jnp.zeros((1, size), jnp.int32)
+        else:
+            start = jax.lax.dynamic_slice_in_dim(self.documents.document_start, row, size, axis=1)
+        return TileRanges(*self._window_range(start, row), *self._entry_range(start, row))
+
+    def _window_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
+        rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
+        return jnp.maximum(start, rows - (self.sliding_window - 1)), rows + 1
+
+    def _entry_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
         if not self.compress_ratio:
-            nothing = jnp.zeros(self.documents.shape, jnp.int32)
-            return nothing, nothing
-        first = self.documents.document_start // self.compress_ratio
-        return first, first + (self.documents.positions + 1) // self.compress_ratio
+            return jnp.zeros_like(start), jnp.zeros_like(start)
+        rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
+        first = start // self.compress_ratio
+        return first, first + (rows - start + 1) // self.compress_ratio
 
     @property
     def window_counts(self) -> Int32[Array, "B S"]:

@@ -29,6 +29,8 @@ class WindowLayout:
         complete: every slot is known to be `valid`. Static.
     """
 
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+
     start: Int32[Array, "B C"]
     valid: Bool[Array, "B C"]
     positions: Int32[Array, "B C"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,7 @@ from foveal.backends import registry
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest
 from foveal.geometry import Visibility
-from foveal.typing import Array, Bool, Float, Int, Precision
+from foveal.typing import Array, Bool, Float, Int, Int32, Precision
 
 
 @overload
@@ -92,7 +93,7 @@ def core_attention(
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
-    clean, tainted = _isolate_non_finite(_with_exact_dtypes(request))
+    clean, tainted = _isolate_non_finite(_canonical(request))
     out, lse = backend(clean)
     out = jnp.where(tainted[:, :, None, None], jnp.nan, out)
     if not return_lse:
@@ -174,16 +175,26 @@ def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibili
         raise ValueError(f"entries: expected q's dtype {q.dtype}, got {entries.dtype}")
 
 
-def _with_exact_dtypes(request: AttentionRequest) -> AttentionRequest:
-    """Sinks in the accumulation dtype; indices int32, saturated so that none wraps around into range."""
+def _canonical(request: AttentionRequest) -> AttentionRequest:
+    """Sinks in the accumulation dtype, and indices as backends want them."""
     indices, sinks = request.indices, request.sinks
     if indices is not None:
-        limits = jnp.iinfo(indices.dtype)
-        none, beyond = max(-1, limits.min), min(request.visibility.slots, limits.max)
-        indices = jnp.clip(indices, none, beyond).astype(jnp.int32)
+        indices = _canonical_indices(indices, request.visibility)
     if sinks is not None:
         sinks = sinks.astype(request.accumulation_dtype)
     return dataclasses.replace(request, indices=indices, sinks=sinks)
+
+
+def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> Int32[Array, "B S K"]:
+    """Each slot that the query sees at most once, -1 everywhere else."""
+    slots = visibility.slots
+    limits = jnp.iinfo(indices.dtype)  # saturate before narrowing, so that none wraps around into range
+    indices = jnp.clip(indices, max(-1, limits.min), min(slots, limits.max)).astype(jnp.int32)
+    indices = jnp.where(visibility.sees_slots(indices), indices, slots)
+    ascending = (indices[..., 1:] >= indices[..., :-1]).all()  # as the indexer emits them: no sort needed
+    indices = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), indices)
+    repeated = jnp.pad(indices[..., 1:] == indices[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    return jnp.where(repeated | (indices == slots), -1, indices)
 
 
 def _isolate_non_finite(request: AttentionRequest) -> tuple[AttentionRequest, Bool[Array, "B S"]]:
@@ -201,9 +212,10 @@ def _isolate_non_finite(request: AttentionRequest) -> tuple[AttentionRequest, Bo
         if indices is None:
             tainted |= _any_in_range(bad, visibility.entry_range)
         else:
-            slot = jnp.clip(indices, 0, entries.shape[1] - 1).reshape(indices.shape[0], -1)
-            selected_bad = jnp.take_along_axis(bad, slot, axis=1).reshape(indices.shape)
-            tainted |= (selected_bad & visibility.sees_slots(indices)).any(axis=-1)
+            batch, length, count = indices.shape
+            slot = jnp.maximum(indices, 0).reshape(batch, length * count)
+            selected_bad = jnp.take_along_axis(bad, slot, axis=1).reshape(batch, length, count)
+            tainted |= (selected_bad & (indices >= 0)).any(axis=-1)
         entries = jnp.where(bad[:, :, None], 0.0, entries)
     kv = jnp.where(kv_bad[:, :, None], 0.0, request.kv)
     return dataclasses.replace(request, kv=kv, entries=entries), tainted

@@ -1,0 +1,140 @@
+"""Attention beside its peers: CPU time and resident memory, one thread each, taken in turn.
+
+    python -m benchmarks.attention --suite core --output benchmarks/results
+
+A ratio is printed only where the contenders agree on outputs and gradients of that very case. Times are CPU seconds
+of this process, medians of interleaved rounds; utilisation is the useful operations (`foveal.flops`) over the rate of
+a large matmul measured in the same rounds. Memory is resident memory above its level before the call, each contender
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+# One thread for XLA, torch and the BLAS below them, before any of them is loaded.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+
+import foveal
+from benchmarks import report
+from benchmarks.cases import Case, suite
+from benchmarks.contenders import Contender, build
+from benchmarks.measure import interleaved, matmul_rate, peak_resident_growth
+from foveal.flops import core_cost, layer_cost
+from foveal.testing.numerics import assert_close, assert_gradients_close
+
+SUITES = ("quick", "core", "layer", "long", "bf16")
+PEAK_SIZE = 2048
+SCORES_LIMIT = 6 << 30
+"""Bytes of scores beyond which the contenders that materialise them are left out."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a suite; 1 if any case's contenders disagree."""
+    options = _parser().parse_args(arguments)
+    if options.memory_of:  # the child process of `_resident`
+        case = Case(**json.loads(options.memory_of[0]))
+        print(peak_resident_growth(build(case, options.memory_of[1]).run))
+        return 0
+    rows = []
+    for case in suite(options.suite):
+        rows.append(measure(case, options.rounds, memory=not options.no_memory))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if options.output:
+        report.write(rows, options.output, options.suite)
+    print(report.table(rows))
+    return int(any(row["disagreement"] for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.add_argument("--suite", choices=SUITES, default="quick")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out resident memory")
+    parser.add_argument("--output", type=pathlib.Path, help="folder for JSON lines, a table and a plot")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def measure(case: Case, rounds: int, *, memory: bool) -> dict[str, Any]:
+    """One row: times, utilisation, memory and agreement of every contender that can do the case."""
+    names = contenders(case)
+    ready = {name: build(case, name) for name in names}
+    disagreement = _disagreement(case, ready)
+    seconds = interleaved(
+        {name: contender.run for name, contender in ready.items()} | {"peak": matmul_rate(case.dtype, PEAK_SIZE)},
+        rounds,
+    )
+    peak = 2 * PEAK_SIZE**3 / seconds.pop("peak")
+    cost = (core_cost if case.what == "core" else layer_cost)(
+        case.config, case.layer_type, case.documents, backward=case.backward
+    )
+    return {
+        "case": case.name,
+        **dataclasses.asdict(case),
+        "seconds": seconds,
+        "peak_gflops": peak / 1e9,
+        "utilisation": {name: cost.operations / taken / peak for name, taken in seconds.items()},
+        "resident_bytes": {name: _resident(case, name) for name in names} if memory else {},
+        "temporaries_bytes": {n: c.temporaries for n, c in ready.items() if c.temporaries is not None},
+        "disagreement": disagreement,
+        "versions": versions(),
+        "machine": platform.processor() or platform.machine(),
+    }
+
+
+def contenders(case: Case) -> list[str]:
+    """Which can do the case: those that materialise scores only while these fit, transformers where it is installed."""
+    scores = 4 * case.heads * case.length * (case.length + case.visibility.slots)
+    names = ["chunked"]
+    if scores <= SCORES_LIMIT:
+        names.append("dense")
+        if case.dtype == "float32" and importlib.util.find_spec("transformers") is not None:
+            names.append("transformers")
+    return names
+
+
+def _disagreement(case: Case, ready: dict[str, Contender]) -> str:
+    """Empty if every contender's outputs and gradients equal the first one's, else what differs."""
+    first, *others = ready
+    ours = ready[first].results()
+    for name in others:
+        theirs = ready[name].results()
+        try:
+            assert_close(ours["out"], theirs["out"], case.dtype)
+            shared = {key for key in ours if key in theirs and key != "out"}
+            assert_gradients_close({k: ours[k] for k in shared}, {k: theirs[k] for k in shared}, case.dtype)
+        except AssertionError as error:
+            return f"{first} and {name}: {error}"
+    return ""
+
+
+def _resident(case: Case, contender: str) -> int:
+    spec = json.dumps(dataclasses.asdict(case))
+    command = [sys.executable, "-m", "benchmarks.attention", "--memory-of", spec, contender]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def versions() -> dict[str, str]:
+    """Of what is compared."""
+    found = {}
+    for name in ("jax", "jaxlib", "torch", "transformers"):
+        if importlib.util.find_spec(name) is not None:
+            found[name] = importlib.metadata.version(name)
+    return found | {"foveal": foveal.__version__, "python": platform.python_version()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The backend and its derivative rule."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from foveal.backends.chunked.backward import backward
+from foveal.backends.chunked.forward import forward
+from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.tiles import Operands
+from foveal.backends.request import AttentionRequest, Backend
+from foveal.typing import Array
+
+
+class Chunked(Backend):
+    """Tiles of queries against the keys they see; saves output and log-sum-exp, recomputes the rest."""
+
+    name = "chunked"
+    quadratic = False
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """It can do everything."""
+        del request
+        return None
+
+    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+        """See `Backend`."""
+        q, kv = request.q, request.kv
+        if q.size == 0:
+            wide = request.accumulation_dtype
+            return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, wide)
+        entries = kv[:, :0] if request.entries is None else request.entries
+        operands = Operands(q, kv, entries, request.sinks, request.visibility, request.indices)
+        return _attention(Plan.of(request), operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    return forward(plan, operands)
+
+
+def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple[Operands, Array, Array]]:
+    out, lse = forward(plan, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _backward_rule(
+    plan: Plan, residuals: tuple[Operands, Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Operands]:
+    operands, out, lse = residuals
+    grads = backward(plan, operands, out, lse, *cotangents)
+    narrow = operands.kv.dtype
+    nothing: Any = None  # for all of an argument, integers here, that has no gradient
+    return (
+        Operands(
+            grads.q,
+            grads.kv.astype(narrow),
+            grads.entries.astype(narrow),
+            grads.sinks,
+            nothing,
+            nothing,
+        ),
+    )
+
+
+_attention.defvjp(_forward_rule, _backward_rule)

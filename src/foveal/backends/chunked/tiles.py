@@ -1,0 +1,155 @@
+"""A tile: some queries with all their heads, and the columns of keys that they look at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from foveal.backends.chunked.plan import Plan
+from foveal.geometry import TileRanges, Visibility
+from foveal.typing import Array
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, as `AttentionRequest` describes them; `entries` is [B, 0, D] where there are none."""
+
+    q: Array
+    kv: Array
+    entries: Array
+    sinks: Array | None
+    visibility: Visibility
+    indices: Array | None
+
+
+class Tile(NamedTuple):
+    """T queries.
+
+    Attributes:
+        row: their first row.
+        fresh: bool [T]: the queries that no other tile computes. The last tile is moved up to end with the row, so
+            it repeats some queries of the one before.
+        ranges: what they see.
+        selected: bool [B, T, C + 1], the slots each may use, or None for all.
+    """
+
+    row: Array
+    fresh: Array
+    ranges: TileRanges
+    selected: Array | None
+
+    def take(self, array: Array) -> Array:
+        """Its rows of [B, S, ...]."""
+        return jax.lax.dynamic_slice_in_dim(array, self.row, self.fresh.shape[0], axis=1)
+
+    def put(self, array: Array, rows: Array) -> Array:
+        """`array` [B, S, ...] with its rows replaced, in place under jit."""
+        return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), self.row, axis=1)
+
+
+class Columns(NamedTuple):
+    """Keys that a tile is scored with in one matmul, and who sees which.
+
+    Attributes:
+        keys: [B, N, D], or [B, T, N, D] where each query has its own.
+        mask: bool [B or 1, T, N].
+    """
+
+    keys: Array
+    mask: Array
+
+
+def tile_count(plan: Plan, operands: Operands) -> int:
+    """How many tiles cover the rows."""
+    return -(-operands.q.shape[1] // plan.query_block)
+
+
+def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
+    """The tile of a step. The last comes first, so that the rows it repeats are written again by their own tile."""
+    size, length = plan.query_block, operands.q.shape[1]
+    first = (tile_count(plan, operands) - 1 - step) * size
+    row = jnp.minimum(first, length - size)
+    fresh = row + jnp.arange(size, dtype=jnp.int32) >= first
+    tile = Tile(row, fresh, operands.visibility.tile(row, size), None)
+    if operands.indices is None or plan.entries in ("none", "gather"):
+        return tile
+    return tile._replace(selected=_membership(tile.take(operands.indices), operands.entries.shape[1]))
+
+
+def tile_queries(tile: Tile, operands: Operands) -> Array:
+    """[B, T, H, D]; zeros on padding rows, whose contents must not reach a key's gradient."""
+    q = tile.take(operands.q)
+    if not operands.visibility.documents.padded:
+        return q
+    sees_itself = tile.ranges.window_end > tile.ranges.window_first
+    return jnp.where(sees_itself[:, :, None, None], q, 0.0)
+
+
+def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
+    """First row of the tile's window columns, which end with its last query."""
+    row = tile.row + plan.query_block - plan.window_columns
+    return jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
+
+
+def window_columns(plan: Plan, operands: Operands, tile: Tile) -> Columns:
+    """The raw keys, followed by all entries where these are few."""
+    start = window_start(plan, operands, tile)
+    keys = jax.lax.dynamic_slice_in_dim(operands.kv, start, plan.window_columns, axis=1)
+    mask = _between(start, plan.window_columns, tile.ranges.window_first, tile.ranges.window_end)
+    if plan.entries != "few":
+        return Columns(keys, mask)
+    slots = operands.entries.shape[1]
+    entry_mask = _between(jnp.int32(0), slots, tile.ranges.entry_first, tile.ranges.entry_end)
+    if tile.selected is not None:
+        entry_mask = entry_mask & tile.selected[..., :slots]
+    masks = jnp.broadcast_arrays(mask[..., :1], entry_mask[..., :1])[0].shape[0]
+    both = [jnp.broadcast_to(m, (masks, *m.shape[1:])) for m in (mask, entry_mask)]
+    return Columns(jnp.concatenate([keys, operands.entries], axis=1), jnp.concatenate(both, axis=-1))
+
+
+def entry_blocks(plan: Plan, tile: Tile) -> tuple[Array, Array]:
+    """First block of entries that the tile sees and one past the last, in multiples of `entry_block`."""
+    first, end = tile.ranges.slots
+    return first // plan.entry_block, -(-end // plan.entry_block)
+
+
+def entry_start(plan: Plan, operands: Operands, block: Array) -> Array:
+    """First slot of a block's columns; the last block is moved up to end with the entries."""
+    return jnp.minimum(block * plan.entry_block, operands.entries.shape[1] - plan.entry_block)
+
+
+def entry_columns(plan: Plan, operands: Operands, tile: Tile, block: Array) -> Columns:
+    """One block of entries."""
+    start = entry_start(plan, operands, block)
+    keys = jax.lax.dynamic_slice_in_dim(operands.entries, start, plan.entry_block, axis=1)
+    first = jnp.maximum(tile.ranges.entry_first, block * plan.entry_block)  # the slots before are another block's
+    mask = _between(start, plan.entry_block, first, tile.ranges.entry_end)
+    if tile.selected is not None:
+        mask = mask & jax.lax.dynamic_slice_in_dim(tile.selected, start, plan.entry_block, axis=2)
+    return Columns(keys, mask)
+
+
+def gathered_columns(operands: Operands, tile: Tile) -> tuple[Columns, Array]:
+    """Each query's selected entries, and their slots [B, T, K]."""
+    assert operands.indices is not None
+    slots = tile.take(operands.indices)
+    batch, size, count = slots.shape
+    flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
+    keys = jnp.take_along_axis(operands.entries, flat, axis=1)
+    return Columns(keys.reshape(batch, size, count, keys.shape[-1]), slots >= 0), slots
+
+
+def _between(start: Array, size: int, first: Array, end: Array) -> Array:
+    """bool [B or 1, T, size]: columns start ... start + size - 1 that lie in [first, end)."""
+    column = start + jnp.arange(size, dtype=jnp.int32)[None, None]
+    return (column >= first[..., None]) & (column < end[..., None])
+
+
+def _membership(slots: Array, count: int) -> Array:
+    """bool [B, T, count + 1]: which slots stand in [B, T, K]; the last column collects the -1s."""
+    batch, size, _ = slots.shape
+    b = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    t = jnp.arange(size, dtype=jnp.int32)[None, :, None]
+    target = jnp.where(slots < 0, count, slots)
+    return jnp.zeros((batch, size, count + 1), bool).at[b, t, target].set(True)

@@ -5,6 +5,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 # Two test workers: each of them compiles on more than one thread.
 WORKERS ?= 2
+SUITES ?= core layer long bf16
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -14,7 +15,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 # Two installs must not run into one environment at once.
 .NOTPARALLEL:
-.PHONY: help demo test test-newest newest-python lint format wheel-check clean
+.PHONY: help demo test test-newest newest-python bench lint format wheel-check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +28,11 @@ test: $(VENV)/.test-installed ## Run the tests, parity with transformers include
 
 test-newest: $(NEWEST)/.test-installed ## Run the tests on the newest Python and JAX to be had, without torch
 	$(NEWEST)/bin/pytest -n $(WORKERS) $(PYTEST_ARGS) tests
+
+bench: $(VENV)/.test-installed ## Compare with dense and transformers, minutes
+	set -e; for suite in $(SUITES); do \
+		$(BIN)/python -m benchmarks.attention --suite $$suite --output benchmarks/results; \
+	done
 
 lint: $(VENV)/.lint-installed ## Check format, style, types, layers and spelling
 	$(BIN)/ruff format --check .
@@ -41,7 +47,7 @@ format: $(VENV)/.lint-installed ## Format, and fix what can be fixed
 
 clean: ## Remove environments, caches and build output
 	rm -rf .venv .venv-newest build dist demo .hypothesis .import_linter_cache .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Environments -----------------------------------------------------------------------------------------------------
 # A stamp file stands for a finished install: it is redone when pyproject.toml changes and skipped otherwise.

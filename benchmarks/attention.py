@@ -22,10 +22,14 @@ import subprocess
 import sys
 from typing import Any
 
-# One thread for XLA, torch and the BLAS below them, before any of them is loaded.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+if __name__ == "__main__":
+    # One core for XLA, torch and the BLAS below them, before any of them is loaded: XLA's pool is as large as the
+    # number of cores it may use, whatever its flags say.
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
 
 import foveal
 from benchmarks import report

@@ -1,7 +1,7 @@
 """Useful work of a layer: operations, bytes and visible keys, counted from the geometry, not from an implementation.
 
-A multiplication and the addition it feeds are two operations. Only what the mathematics needs is counted: masked
-scores, recomputation and padding are not, so that operations over time is an honest utilisation. A backward pass
+A multiplication and the addition it feeds are two operations. Of operations only what the mathematics needs is counted:
+masked scores, recomputation and padding are not, so that operations over time is an honest utilisation. A backward pass
 counts 2.5 forward passes for the core (five matmuls after two) and 2 for a projection.
 """
 
@@ -99,7 +99,8 @@ def layer_cost(
     """
     batch, length = documents.shape
     weights, untrained = _projection_weights(config, layer_type)
-    operations = 2 * batch * length * (weights * (3 if backward else 1) + untrained)
+    tokens = int((~np.asarray(documents.is_padding)).sum())
+    operations = 2 * tokens * (weights * (3 if backward else 1) + untrained)
     elements = weights + untrained + 2 * batch * length * config.hidden_size
     cost = Cost(operations, elements * bytes_per_element * (2 if backward else 1), 0)
     cost += core_cost(config, layer_type, documents, bytes_per_element=bytes_per_element, backward=backward)

@@ -34,7 +34,7 @@ class Fake(Backend):
     def __call__(self, request: AttentionRequest):
         assert self.reason is None, "called although it refuses"
         self.requests.append(request)
-        return jnp.full(SHAPES["q"], self.value), jnp.zeros((B, S, H))
+        return jnp.full(SHAPES["q"], float(self.value)), jnp.zeros((B, S, H))
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import foveal
+from foveal.backends.chunked import Chunked
+from foveal.backends.dense import Dense
 from foveal.cli import checks, demo, errors, layer, main, picture, text
 from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Visibility
@@ -83,7 +85,7 @@ def test_full_size_layers_pass_and_the_report_is_plain_text(prose, tmp_path):
 
 def test_a_layer_that_looks_across_documents_fails(run_one_layer, capsys, monkeypatch):
     honest = foveal.CompressedAttention.__call__
-    monkeypatch.setattr(foveal.CompressedAttention, "__call__", lambda self, x, *, documents: honest(self, x))
+    monkeypatch.setattr(foveal.CompressedAttention, "__call__", lambda self, x, **_: honest(self, x))
     assert run_one_layer(LayerType.HCA) == 1
     out = capsys.readouterr().out
     assert "HCA, packed vs alone: output" in out
@@ -103,6 +105,24 @@ def test_a_wrong_gradient_alone_fails(run_one_layer, capsys, monkeypatch):
     assert "packed vs reference: gradient" in out
     assert "packed vs reference: output" not in out
     assert "packed vs alone:" not in out
+
+
+@pytest.mark.parametrize("implementation", [Chunked, Dense])
+def test_implementations_that_disagree_fail(implementation, run_one_layer, capsys, monkeypatch):
+    """The report is about the chunked one, so the reference has something to say only if that is wrong."""
+    honest = implementation.__call__
+
+    def wrong(self, request):
+        out, lse = honest(self, request)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(implementation, "__call__", wrong)
+    assert run_one_layer(LayerType.SLIDING) == 1
+    out = capsys.readouterr().out
+    assert "sliding, chunked vs dense: output" in out
+    assert "sliding, chunked vs dense: gradient" in out
+    assert ("packed vs reference:" in out) is (implementation is Chunked)
+    assert out.splitlines()[-1].startswith("FAIL")
 
 
 def test_undecided_queries_are_left_out_and_counted(run_one_layer, capsys, monkeypatch):

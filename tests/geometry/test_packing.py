@@ -121,7 +121,7 @@ def test_documents_that_are_all_empty():
     packed = pack_documents([np.zeros((0, 3)), np.zeros((0, 3))], ROW)
     assert [p.length for p in packed.placements] == [0, 0]
     assert not packed.segment_ids.any()
-    assert packed.values.shape[1:] == (ROW, 3)
+    assert packed.values.shape == (1, ROW, 3)  # a row for the placements to point at
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8, bool])

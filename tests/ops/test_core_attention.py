@@ -283,10 +283,11 @@ def test_order_of_the_batch_does_not_matter(implementation):
     other, other_gradients = attend(
         flipped, seen_in(PACKED[::-1]), indices[::-1], [c[::-1] for c in cotangents], implementation=implementation
     )
+    # Not to the bit: XLA computes the last elements of an odd array apart from its vectors, wherever they belong.
     for a, b in zip(results, other, strict=True):
-        np.testing.assert_array_equal(a, b[::-1])
-    for name in NAMES[:3]:
-        np.testing.assert_array_equal(gradients[name], other_gradients[name][::-1])
+        assert_close(a, b[::-1], np.float32)
+    flipped_gradients = {name: other_gradients[name][::-1] for name in NAMES[:3]}
+    assert_gradients_close({name: gradients[name] for name in NAMES[:3]}, flipped_gradients, np.float32)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.request import AttentionRequest, Backend
-from foveal.backends.sinks import attention_with_sinks
+from foveal.backends.sinks import share_of_keys
 from foveal.typing import Array, Precision
 
 
@@ -42,7 +42,11 @@ class Dense(Backend):
         )
         out = out / safe_total[..., None]
         lse = jnp.where(seen, jnp.where(seen, peak, 0.0) + jnp.log(safe_total), -jnp.inf)
-        return attention_with_sinks(out, lse, request.sinks).astype(request.q.dtype), lse
+        out = out * share_of_keys(lse, request.sinks)[..., None]
+        if request.tainted is not None:
+            out = jnp.where(request.tainted[:, :, None, None], jnp.nan, out)
+            lse = jnp.where(request.tainted[:, :, None], jnp.nan, lse)
+        return out.astype(request.q.dtype), lse
 
 
 def _entry_mask(request: AttentionRequest) -> Array:

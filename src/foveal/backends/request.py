@@ -24,6 +24,8 @@ class AttentionRequest:
         indices: int32 [B, S, K], the selected slots, each one that its query sees and none twice; -1 for none, at any
             place. None for all visible entries.
         sinks: [H] in the accumulation dtype, or None.
+        tainted: bool [B, S], queries that see a key which was not finite and has been replaced by zeros: their output
+            and log-sum-exp are NaN, and no gradient comes from them. Or None for none.
         scale: of the logits.
         precision: of the matmuls.
     """
@@ -36,6 +38,7 @@ class AttentionRequest:
     sinks: Array | None
     scale: float
     precision: Precision
+    tainted: Array | None = None
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:

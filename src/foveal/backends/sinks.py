@@ -8,19 +8,17 @@ import jax.numpy as jnp
 from foveal.typing import Array, Float
 
 
-def attention_with_sinks(
-    out: Float[Array, "B S H D"], lse: Float[Array, "B S H"], sinks: Float[Array, " H"] | None
-) -> Float[Array, "B S H D"]:
-    """Adds exp(sink) to the denominator of an attention that was normalised over its keys alone.
+def share_of_keys(lse: Float[Array, "B S H"], sinks: Float[Array, " H"] | None) -> Float[Array, "B S H"]:
+    """What remains for the keys of a softmax whose denominator has the sink in it too.
 
-    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink). A sink of -inf is none, of +inf leaves zeros, and where
-    nothing was seen (lse = -inf) the output is zero already; none of these makes a NaN, forward or backward.
+    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink): the factor for an attention that was normalised over its
+    keys alone. 1 for a sink of -inf, 0 for +inf and where nothing was seen (lse = -inf); none of these makes a NaN,
+    forward or backward.
     """
-    if sinks is None:
-        return out
     nothing = lse == -jnp.inf
-    margin = jnp.where(nothing, 0.0, lse) - sinks[None, None]
-    return out * jnp.where(nothing, 0.0, keys_share(margin))[..., None]
+    if sinks is None:
+        return jnp.where(nothing, 0.0, jnp.ones_like(lse))
+    return jnp.where(nothing, 0.0, keys_share(jnp.where(nothing, 0.0, lse) - sinks[None, None]))
 
 
 @jax.custom_jvp

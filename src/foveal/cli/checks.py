@@ -1,4 +1,4 @@
-"""The demo's checks: a layer on packed text against each document alone, and against the reference."""
+"""The demo's checks: a layer on packed text against each document alone, the dense scores and the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foveal.testing.parameters import get_params
 from foveal.testing.reference import reference_attention
 from foveal.typing import Array
 
-STEPS_PER_LAYER = 3
+STEPS_PER_LAYER = 4
 REFERENCE_DOCUMENTS = 6
 """At most as many documents go to the reference, which compiles each of them anew."""
 
@@ -68,6 +68,7 @@ class LayerReport:
         selected: how many of those the indexer selects; None where the layer has no indexer.
         undecided: queries not compared because rounding decides what the indexer selects for them.
         alone: packed against each document alone.
+        dense: the chunked implementation, which does all else here, against the dense one; packed.
         reference: packed against the reference.
         milliseconds: for a compiled forward and backward pass over the packed rows.
     """
@@ -78,14 +79,20 @@ class LayerReport:
     selected: float | None
     undecided: int
     alone: Agreement
+    dense: Agreement
     reference: Agreement
     milliseconds: float
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """Of all three comparisons; the layer passes if there are none."""
+        return (*self.alone.complaints, *self.dense.complaints, *self.reference.complaints)
 
 
 def check_layer(
     sample: Sample, config: AttentionConfig, layer_type: LayerType, seed: int, advance: Callable[[str], None]
 ) -> LayerReport:
-    """Runs one layer and the two things it must agree with. `advance` is called before each of `STEPS_PER_LAYER`."""
+    """Runs one layer and the three things it must agree with. `advance` is called before each of `STEPS_PER_LAYER`."""
     advance("packed")
     layer = make_layer(config, layer_type, seed)
     x, documents = sample.packed.values, sample.packed.documents
@@ -96,7 +103,7 @@ def check_layer(
         selected = float((slots >= 0).sum(-1)[real].mean())
         decided = real & (lead > _UNDECIDED)
         sample = _weightless_where(~decided, sample)
-    step = compile_step(layer)
+    step = compile_step(layer, "chunked")
     cotangents = pack_documents(sample.cotangents, x.shape[1]).values
     packed = step(x, documents, cotangents)
     started = time.perf_counter()
@@ -106,6 +113,9 @@ def check_layer(
     advance("each document alone")
     compared = decided | ~real  # padding must come out zero
     alone = _compare(_only(compared, packed), _only(compared, run_alone(step, sample)), "packed vs alone")
+    advance("dense")
+    expected = compile_step(layer, "dense")(x, documents, cotangents)
+    dense = _compare(_only(compared, packed), _only(compared, expected), "chunked vs dense")
     advance("reference")
     ids = _reference_ids(sample.packed.segment_ids)
     few = (ids > 0) & decided
@@ -121,6 +131,7 @@ def check_layer(
         selected=selected,
         undecided=int((real & ~decided).sum()),
         alone=alone,
+        dense=dense,
         reference=reference,
         milliseconds=milliseconds,
     )
@@ -130,12 +141,12 @@ Step = Callable[[np.ndarray, Documents, np.ndarray], Result]
 """Hidden states, documents and cotangents to what comes out."""
 
 
-def compile_step(layer: CompressedAttention) -> Step:
-    """The layer's forward and backward pass, compiled once for each shape."""
+def compile_step(layer: CompressedAttention, implementation: str) -> Step:
+    """The layer's forward and backward pass by one implementation, compiled once for each shape."""
     graph, state = nnx.split(layer)
 
     def loss(state: Any, x: Array, documents: Documents, cotangents: Array) -> tuple[Array, Array]:
-        out = nnx.merge(graph, state)(x, documents=documents)
+        out = nnx.merge(graph, state)(x, documents=documents, implementation=implementation)
         return jnp.vdot(out, cotangents), out
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))

@@ -93,12 +93,8 @@ def core_attention(
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
-    clean, tainted = _isolate_non_finite(_canonical(request))
-    out, lse = backend(clean)
-    out = jnp.where(tainted[:, :, None, None], jnp.nan, out)
-    if not return_lse:
-        return out
-    return out, jnp.where(tainted[:, :, None], jnp.nan, lse)
+    out, lse = backend(_isolate_non_finite(_canonical(request)))
+    return (out, lse) if return_lse else out
 
 
 def explain(
@@ -197,12 +193,11 @@ def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> 
     return jnp.where(repeated | (indices == slots), -1, indices)
 
 
-def _isolate_non_finite(request: AttentionRequest) -> tuple[AttentionRequest, Bool[Array, "B S"]]:
-    """The call with non-finite keys replaced by zeros, and which queries see one of those.
+def _isolate_non_finite(request: AttentionRequest) -> AttentionRequest:
+    """The call with non-finite keys replaced by zeros, and `tainted` saying which queries see one of those.
 
     A matmul spreads one NaN over all its rows, since 0 * NaN is NaN, also in its gradients: so keys are cleaned
-    before any implementation sees them, and what they would have done to those who see them is put back after.
-    The cost is a pass over keys that all heads share.
+    before any implementation sees them. The cost is a pass over keys that all heads share.
     """
     visibility, indices, entries = request.visibility, request.indices, request.entries
     kv_bad = ~jnp.isfinite(request.kv).all(axis=-1)
@@ -218,7 +213,7 @@ def _isolate_non_finite(request: AttentionRequest) -> tuple[AttentionRequest, Bo
             tainted |= (selected_bad & (indices >= 0)).any(axis=-1)
         entries = jnp.where(bad[:, :, None], 0.0, entries)
     kv = jnp.where(kv_bad[:, :, None], 0.0, request.kv)
-    return dataclasses.replace(request, kv=kv, entries=entries), tainted
+    return dataclasses.replace(request, kv=kv, entries=entries, tainted=tainted)
 
 
 def _any_in_range(flags: Bool[Array, "B N"], bounds: tuple[Array, Array]) -> Bool[Array, "B S"]:

@@ -34,7 +34,7 @@ class Chunked(Backend):
             wide = request.accumulation_dtype
             return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, wide)
         entries = kv[:, :0] if request.entries is None else request.entries
-        operands = Operands(q, kv, entries, request.sinks, request.visibility, request.indices)
+        operands = Operands(q, kv, entries, request.sinks, request.visibility, request.indices, request.tainted)
         return _attention(Plan.of(request), operands)
 
 
@@ -61,6 +61,7 @@ def _backward_rule(
             grads.kv.astype(narrow),
             grads.entries.astype(narrow),
             grads.sinks,
+            nothing,
             nothing,
             nothing,
         ),

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.chunked.forward import combine, dot_keys
+from foveal.backends.chunked.forward import combine, contract, dot_keys
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
+    Keys,
     Operands,
+    Sources,
     Tile,
     entry_blocks,
     entry_columns,
@@ -24,7 +26,7 @@ from foveal.backends.chunked.tiles import (
     window_start,
 )
 from foveal.backends.sinks import keys_share
-from foveal.typing import Array, accumulation_dtype
+from foveal.typing import Array
 
 
 class Gradients(NamedTuple):
@@ -40,35 +42,36 @@ class _Rows(NamedTuple):
     """A tile's part of what the gradient of a logit takes.
 
     With p = exp(logit - lse) the weight among the keys and f = sigmoid(lse - sink) the keys' share of the softmax, out
-    = f sum_j p_j k_j, and the gradient of logit j is p_j (f (d_out . k_j) - f (d_out . out) + d_lse).
+    = f sum_j p_j k_j. With g = f d_out the gradient of logit j is p_j (g . k_j - g . out + d_lse), and that of k_j has
+    a part p_j g.
     """
 
     q: Array
-    d_out: Array
+    g: Array
     lse: Array
-    share: Array
-    offset: Array  # d_lse - f (d_out . out)
+    offset: Array  # d_lse - g . out
 
 
 def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
     """Gradients of q, kv, entries and sinks."""
     wide = lse.dtype
+    sources = Sources(Keys.of(operands.kv), Keys.of(operands.entries))
 
     def step(i: Array, grads: Gradients) -> Gradients:
         tile = tile_at(plan, operands, i)
         rows, d_sinks = _rows(operands, tile, out, lse, d_out, d_lse)
-        d_q, grads = _window(plan, operands, tile, rows, grads)
+        d_q, grads = _window(plan, operands, sources, tile, rows, grads)
         if plan.entries == "gather":
             d_q, grads = _gathered(plan, operands, tile, rows, d_q, grads)
         elif plan.entries == "stream":
-            d_q, grads = _streamed(plan, operands, tile, rows, d_q, grads)
+            d_q, grads = _streamed(plan, operands, sources, tile, rows, d_q, grads)
         if grads.sinks is not None:
             grads = grads._replace(sinks=grads.sinks + d_sinks)
         return grads._replace(q=tile.put(grads.q, d_q))
 
     q, kv, entries, sinks = operands[:4]
     start = Gradients(
-        jnp.zeros(q.shape, q.dtype),
+        jax.lax.empty(q.shape, q.dtype),
         jnp.zeros(kv.shape, wide),
         jnp.zeros(entries.shape, wide),
         None if sinks is None else jnp.zeros(sinks.shape, wide),
@@ -79,25 +82,35 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
 def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[_Rows, Array]:
     """The tile's rows, and its part of the sinks' gradient."""
     wide = lse.dtype
-    d_out_rows, lse_rows = tile.take(d_out), tile.take(lse)
-    seen = lse_rows != -jnp.inf
-    lse_rows = jnp.where(seen, lse_rows, 0.0)
-    inner = jnp.sum(d_out_rows.astype(wide) * tile.take(out).astype(wide), axis=-1)
-    if operands.sinks is None:
-        share = jnp.ones_like(lse_rows)
-        d_sinks = jnp.zeros((), wide)
-    else:
+    d_out_rows, lse_rows, d_lse_rows = tile.take(d_out), tile.take(lse), tile.take(d_lse)
+    out_rows = tile.take(out)
+    silent = lse_rows == -jnp.inf  # queries that give no gradient: they saw nothing, or something not finite
+    if operands.tainted is not None:
+        silent = silent | tile.take(operands.tainted)[..., None]
+    lse_rows = jnp.where(silent, 0.0, lse_rows)
+    inner = jnp.where(silent, 0.0, _row_sums(d_out_rows.astype(wide) * out_rows.astype(wide)))
+    share = jnp.ones_like(lse_rows)
+    d_sinks = jnp.zeros((), wide)
+    if operands.sinks is not None:
         margin = lse_rows - operands.sinks[None, None]
         share = keys_share(margin)
-        counted = seen & tile.fresh[None, :, None]
         # keys_share(-margin) is 1 - share without the cancellation
-        d_sinks = -jnp.sum(jnp.where(counted, keys_share(-margin) * inner, 0.0), axis=(0, 1))
-    offset = tile.take(d_lse) - share * inner
-    return _Rows(tile_queries(tile, operands), d_out_rows, lse_rows, share, offset), d_sinks
+        d_sinks = -jnp.sum(jnp.where(tile.fresh[None, :, None], keys_share(-margin) * inner, 0.0), axis=(0, 1))
+    g = jnp.where(silent[..., None], 0.0, d_out_rows * share[..., None].astype(d_out.dtype))
+    offset = jnp.where(silent, 0.0, d_lse_rows) - share * inner
+    return _Rows(tile_queries(tile, operands), g, lse_rows, offset), d_sinks
 
 
-def _window(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, grads: Gradients) -> tuple[Array, Gradients]:
-    d_q, d_keys = _columns(plan, tile, rows, window_columns(plan, operands, tile))
+def _row_sums(array: Array) -> Array:
+    """Sums over the last axis, as a matmul: XLA's own reduction of a product is ten times slower on CPUs."""
+    ones = jnp.ones((array.shape[-1], 1), array.dtype)
+    return jax.lax.dot_general(array, ones, (((array.ndim - 1,), (0,)), ((), ())), precision="highest")[..., 0]
+
+
+def _window(
+    plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, grads: Gradients
+) -> tuple[Array, Gradients]:
+    d_q, d_keys = _columns(plan, tile, rows, window_columns(plan, operands, sources, tile))
     start, size = window_start(plan, operands, tile), plan.window_columns
     grads = grads._replace(kv=_add_at(grads.kv, d_keys[:, :size], start))
     if plan.entries == "few":
@@ -106,10 +119,10 @@ def _window(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, grads: Grad
 
 
 def _streamed(
-    plan: Plan, operands: Operands, tile: Tile, rows: _Rows, d_q: Array, grads: Gradients
+    plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, d_q: Array, grads: Gradients
 ) -> tuple[Array, Gradients]:
     def block_step(block: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, tile, block))
+        d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, sources, tile, block))
         return carry[0] + d_q, _add_at(carry[1], d_keys, entry_start(plan, operands, block))
 
     d_q, d_entries = jax.lax.fori_loop(*entry_blocks(plan, tile), block_step, (d_q, grads.entries))
@@ -121,10 +134,12 @@ def _gathered(
 ) -> tuple[Array, Gradients]:
     columns, slots = gathered_columns(operands, tile)
     more, d_keys = _columns(plan, tile, rows, columns)
-    batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None, None]
-    # A masked column's gradient is zero, so that its slot may be any.
-    d_entries = grads.entries.at[batch, jnp.maximum(slots, 0)].add(d_keys)
-    return d_q + more, grads._replace(entries=d_entries)
+    # A masked column's gradient is zero, so that its slot may be any. Mapped over the batch, so that it stays sharded.
+    d_entries = jax.vmap(lambda total, slot, part: total.at[slot].add(part))(
+        grads.entries, jnp.maximum(slots, 0), d_keys
+    )
+    grads = grads._replace(entries=d_entries)
+    return d_q + more, grads
 
 
 def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Array, Array]:
@@ -132,20 +147,25 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Arr
     mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
     logits = dot_keys(plan, rows.q, columns.keys) * plan.scale
     weights = jnp.exp(jnp.where(mask, logits - rows.lse[..., None], -jnp.inf))
-    shared = weights * rows.share[..., None]
-    d_weights = dot_keys(plan, rows.d_out, columns.keys)
-    d_logits = shared * d_weights + weights * rows.offset[..., None]
     narrow = rows.q.dtype
-    d_scores = (d_logits * plan.scale).astype(narrow)
-    d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, shared.astype(narrow), rows.d_out, columns)
+    d_weights = dot_keys(plan, rows.g, columns.keys)
+
+    def score_gradients() -> Array:
+        return (weights * (d_weights + rows.offset[..., None]) * plan.scale).astype(narrow)
+
+    if plan.shield:
+        d_scores = jax.lax.cond(tile.row >= 0, score_gradients, lambda: jnp.zeros(weights.shape, narrow))
+    else:
+        d_scores = score_gradients()
+    d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, weights.astype(narrow), rows.g, columns)
     return combine(plan, d_scores, columns.keys), d_keys
 
 
 def _onto_keys(plan: Plan, weights: Array, rows: Array, columns: Columns) -> Array:
     """[B, T, H, N] and [B, T, H, D] -> the keys' shape, summed over who sees them."""
-    wide = accumulation_dtype(weights.dtype)
-    equation = "bthn,bthd->bnd" if columns.keys.ndim == 3 else "bthn,bthd->btnd"
-    return jnp.einsum(equation, weights, rows, precision=plan.precision, preferred_element_type=wide)
+    if columns.keys.columns is not None:
+        return contract(plan, weights, rows, ((1, 2), (1, 2)), ((0,), (0,)))
+    return contract(plan, weights, rows, ((2,), (2,)), ((0, 1), (0, 1)))
 
 
 def _add_at(array: Array, rows: Array, start: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
+    Keys,
     Operands,
+    Sources,
     Tile,
     entry_blocks,
     entry_columns,
@@ -21,7 +22,7 @@ from foveal.backends.chunked.tiles import (
     tile_queries,
     window_columns,
 )
-from foveal.backends.sinks import attention_with_sinks
+from foveal.backends.sinks import share_of_keys
 from foveal.typing import Array, accumulation_dtype
 
 
@@ -38,36 +39,41 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     q = operands.q
     wide = accumulation_dtype(q.dtype)
 
+    sources = Sources(Keys.of(operands.kv), Keys.of(operands.entries))
+
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tile_at(plan, operands, i)
-        state = _attend(plan, operands, tile)
+        state = _attend(plan, operands, sources, tile)
         seen = state.total != 0.0  # true for NaN, which must show
         total = jnp.where(seen, state.total, 1.0)
         lse = jnp.where(seen, state.peak + jnp.log(total), -jnp.inf)
-        out = attention_with_sinks(state.values / total[..., None], lse, operands.sinks)
-        return tile.put(carry[0], out), tile.put(carry[1], lse)
+        factor = share_of_keys(lse, operands.sinks) / total
+        if operands.tainted is not None:
+            tainted = tile.take(operands.tainted)[..., None]
+            factor, lse = jnp.where(tainted, jnp.nan, factor), jnp.where(tainted, jnp.nan, lse)
+        return tile.put(carry[0], state.values * factor[..., None]), tile.put(carry[1], lse)
 
-    start = jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], wide)
+    start = jax.lax.empty(q.shape, q.dtype), jax.lax.empty(q.shape[:3], wide)
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
 
 
-def _attend(plan: Plan, operands: Operands, tile: Tile) -> Softmax:
+def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
     q = tile_queries(tile, operands)
-    state = _absorb(None, plan, q, window_columns(plan, operands, tile))
+    state = _absorb(None, plan, q, window_columns(plan, operands, sources, tile))
     if plan.entries == "gather":
         return _absorb(state, plan, q, gathered_columns(operands, tile)[0])
     if plan.entries == "stream":
-        first, end = entry_blocks(plan, tile)
-        absorb_block: Callable[[Array, Softmax], Softmax] = lambda block, state: _absorb(  # noqa: E731
-            state, plan, q, entry_columns(plan, operands, tile, block)
-        )
-        return jax.lax.fori_loop(first, end, absorb_block, state)
+
+        def absorb_block(block: Array, state: Softmax) -> Softmax:
+            return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, block))
+
+        return jax.lax.fori_loop(*entry_blocks(plan, tile), absorb_block, state)
     return state
 
 
 def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> Softmax:
     """The softmax with more columns in it."""
-    logits = masked_logits(plan, q, columns)
+    logits = _masked_logits(plan, q, columns)
     peak = jnp.max(logits, axis=-1)
     peak = peak if state is None else jnp.maximum(peak, state.peak)
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing seen yet: any finite number serves
@@ -80,20 +86,33 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
     return Softmax(peak, state.total * shrink + total, state.values * shrink[..., None] + values)
 
 
-def masked_logits(plan: Plan, q: Array, columns: Columns) -> Array:
+def _masked_logits(plan: Plan, q: Array, columns: Columns) -> Array:
     """[B, T, H, N] in the accumulation dtype, -inf where unseen."""
     return jnp.where(columns.mask[:, :, None], dot_keys(plan, q, columns.keys) * plan.scale, -jnp.inf)
 
 
-def dot_keys(plan: Plan, rows: Array, keys: Array) -> Array:
+def dot_keys(plan: Plan, rows: Array, keys: Keys) -> Array:
     """[B, T, H, D] times keys -> [B, T, H, N]. T and H stay apart: merged, they could not be sharded over heads."""
-    wide = accumulation_dtype(rows.dtype)
-    equation = "bthd,bnd->bthn" if keys.ndim == 3 else "bthd,btnd->bthn"
-    return jnp.einsum(equation, rows, keys, precision=plan.precision, preferred_element_type=wide)
+    if keys.columns is not None:
+        return contract(plan, rows, keys.columns, ((3,), (1,)), ((0,), (0,)))
+    return contract(plan, rows, keys.rows, ((3,), (3,)), ((0, 1), (0, 1)))
 
 
-def combine(plan: Plan, weights: Array, keys: Array) -> Array:
+def combine(plan: Plan, weights: Array, keys: Keys) -> Array:
     """[B, T, H, N] times keys -> [B, T, H, D]."""
-    wide = accumulation_dtype(weights.dtype)
-    equation = "bthn,bnd->bthd" if keys.ndim == 3 else "bthn,btnd->bthd"
-    return jnp.einsum(equation, weights, keys, precision=plan.precision, preferred_element_type=wide)
+    if keys.columns is not None:
+        return contract(plan, weights, keys.rows, ((3,), (1,)), ((0,), (0,)))
+    return contract(plan, weights, keys.rows, ((3,), (2,)), ((0, 1), (0, 1)))
+
+
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def contract(plan: Plan, left: Array, right: Array, over: Axes, batch: Axes) -> Array:
+    """A matmul accumulated in float32.
+
+    Not einsum, which orders two contracted axes as it likes: transposing them costs as much as the matmul itself.
+    """
+    return jax.lax.dot_general(
+        left, right, (over, batch), precision=plan.precision, preferred_element_type=accumulation_dtype(left.dtype)
+    )

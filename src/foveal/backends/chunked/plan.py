@@ -7,8 +7,9 @@ import dataclasses
 from foveal.backends.request import AttentionRequest
 from foveal.typing import Precision
 
-_ROWS = 512
-"""Rows of a tile's matmul, queries times heads: below, packing operands dominates; above, scores leave the cache."""
+_ROWS = 256
+"""Rows of a tile's matmul, queries times heads. Fewer, and packing the operands tells; more, and a tile looks at more
+raw keys than its queries see, and its scores leave the cache."""
 
 _FEW_SLOTS = 96
 """Up to so many slots are scored together with the window in one softmax; more are streamed in blocks."""
@@ -26,6 +27,8 @@ class Plan:
             block over the visible ones), or "gather" (each query's selected ones).
         scale: of the logits.
         precision: of the matmuls.
+        shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
+            the second time, transposed, costs more than the matmul it feeds. Elsewhere a branch costs more.
     """
 
     query_block: int
@@ -34,24 +37,28 @@ class Plan:
     entries: str
     scale: float
     precision: Precision
+    shield: bool
 
     @classmethod
-    def of(cls, request: AttentionRequest, *, query_block: int | None = None, entry_block: int = 128) -> Plan:
+    def of(cls, request: AttentionRequest, *, query_block: int | None = None, entry_block: int | None = None) -> Plan:
         """The rule.
 
-        T = 512 / H queries a tile, between 16 and 128: 512 to 1024 rows a matmul. Selected entries are gathered
-        where that reads less: a query sees C / 2 slots on average, of which K are selected.
+        T = 256 / H queries a tile, between 8 and 64. Entries are streamed by C / 8, between 32 and 128: half a block
+        is wasted a tile. Selected entries are gathered, query by query, where C exceeds 4 K: a query then sees more
+        than twice as many on average, and the small matmuls of single queries run at half the rate.
         """
         length, heads, slots = request.q.shape[1], request.q.shape[2], request.visibility.slots
         if query_block is None:
-            query_block = min(max(_ROWS // heads, 16), 128)
+            query_block = min(max(_ROWS // heads, 8), 64)
         query_block = max(min(query_block, length), 1)
+        if entry_block is None:
+            entry_block = min(max(slots // 8 // 32 * 32, 32), 128)
         columns = query_block + request.visibility.sliding_window - 1
         if request.entries is None:
             how = "none"
         elif slots <= _FEW_SLOTS:
             how = "few"
-        elif request.indices is not None and 2 * request.indices.shape[2] < slots:
+        elif request.indices is not None and 4 * request.indices.shape[2] < slots:
             how = "gather"
         else:
             how = "stream"
@@ -62,4 +69,5 @@ class Plan:
             entries=how,
             scale=request.scale,
             precision=request.precision,
+            shield=request.platform == "cpu",
         )

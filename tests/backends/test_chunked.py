@@ -1,0 +1,295 @@
+"""The chunked backend where its tiles matter: against the dense one, and in its memory."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from foveal.backends.chunked import Chunked
+from foveal.backends.chunked.plan import Plan
+from foveal.backends.request import AttentionRequest
+from foveal.geometry import Documents, Visibility
+from foveal.ops import core_attention, explain
+from foveal.testing.generators import random_segment_ids
+from foveal.testing.numerics import assert_close, assert_gradients_close
+
+B, H, D, W = 2, 4, 8, 21
+NAMES = ("q", "kv", "entries", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape, and what it is there for."""
+
+    length: int
+    ratio: int
+    selected: int | None
+    entries: str  # how the plan scores them
+
+
+CASES = {
+    "window alone, last tile overlaps": Case(300, 0, None, "none"),
+    "few entries, whole tiles": Case(384, 4, None, "few"),
+    "few entries, last tile overlaps": Case(300, 4, None, "few"),
+    "few entries, selected": Case(300, 4, 5, "few"),
+    "few entries, selected, shorter than a tile": Case(50, 3, 4, "few"),
+    "streamed, last block overlaps": Case(550, 3, None, "stream"),
+    "streamed, whole blocks": Case(512, 2, None, "stream"),
+    "streamed, selected": Case(550, 3, 100, "stream"),
+    "gathered": Case(550, 3, 7, "gather"),
+}
+ONE_OF_EACH = [
+    "window alone, last tile overlaps",
+    "few entries, selected",
+    "streamed, last block overlaps",
+    "streamed, selected",
+    "gathered",
+]
+
+
+def problem(case: Case, seed: int, dtype: Any = np.float32):
+    """Arguments, indices and cotangents of norm 1 for output and log-sum-exp."""
+    rng = np.random.default_rng([seed, case.length, case.ratio])
+    slots = case.length // case.ratio if case.ratio else 0
+    q, kv, entries, d_out = (
+        rng.normal(size=shape)
+        for shape in ((B, case.length, H, D), (B, case.length, D), (B, slots, D), (B, case.length, H, D))
+    )
+    sinks, d_lse = rng.normal(size=H).astype(np.float32), rng.normal(size=(B, case.length, H))
+    cotangents = (d_out / np.linalg.norm(d_out)).astype(dtype), (d_lse / np.linalg.norm(d_lse)).astype(np.float32)
+    args = (2 * q).astype(dtype), kv.astype(dtype), entries.astype(dtype) if slots else None, sinks
+    indices = None
+    if case.selected is not None:  # in any order, with duplicates, with none, out of range and not visible
+        indices = rng.integers(-2, slots + 2, (B, case.length, case.selected)).astype(np.int32)
+    return args, indices, cotangents
+
+
+def packed(case: Case, seed: int) -> Visibility:
+    """Documents at unaligned starts, padding among them; one is longer than a tile where the row is."""
+    ids = random_segment_ids(seed, B, case.length, max_document=90)
+    ids[1, case.length // 5 : case.length * 4 // 5] = 1 << 20
+    return Visibility(Documents.from_segment_ids(ids), W, case.ratio)
+
+
+def unpacked(case: Case) -> Visibility:
+    return Visibility(Documents.unpacked(B, case.length), W, case.ratio)
+
+
+def both_ways(args, visibility, indices, cotangents, implementation):
+    """Output and log-sum-exp, and every gradient."""
+
+    def run(q, kv, entries, sinks):
+        return core_attention(
+            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+
+    results, pull = jax.vjp(run, *args)
+    return results, dict(zip(NAMES, pull(cotangents), strict=True))
+
+
+TRACES: list[str] = []
+
+
+def counted(args, visibility, indices, cotangents, implementation):
+    TRACES.append(implementation)
+    return both_ways(args, visibility, indices, cotangents, implementation)
+
+
+# Compiled often, run seldom.
+UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+attend = jax.jit(counted, static_argnums=4, compiler_options=UNOPTIMIZED)
+
+
+def attend_densely(args, visibility, indices, cotangents):
+    """In float32, and whatever is known about the documents by the same program."""
+    args, cotangents = jax.tree.map(lambda a: np.asarray(a, np.float32), (args, cotangents))
+    ids = np.where(visibility.documents.is_padding, 0, 1 + np.asarray(visibility.documents.document_start))
+    documents = Documents.from_segment_ids(ids.astype(np.int32))
+    return attend(args, Visibility(documents, W, visibility.compress_ratio), indices, cotangents, "dense")
+
+
+def plan_of(case: Case, visibility: Visibility, **overrides: int) -> Plan:
+    (q, kv, entries, sinks), indices, _ = problem(case, 0)
+    arrays = [None if a is None else jnp.asarray(a) for a in (q, kv, entries, indices, sinks)]
+    q, kv, entries, indices, sinks = arrays
+    assert q is not None
+    assert kv is not None
+    return Plan.of(AttentionRequest(q, kv, entries, visibility, indices, sinks, D**-0.5, None), **overrides)
+
+
+def assert_same(actual, expected, dtype: Any = np.float32) -> None:
+    (out, lse), gradients = actual
+    (expected_out, expected_lse), expected_gradients = expected
+    assert_close(out, expected_out, dtype)
+    assert_close(lse, expected_lse, np.float32, what="lse")
+    assert_gradients_close(gradients, expected_gradients, dtype)
+    assert {a.dtype for a in jax.tree.leaves(actual)} <= {np.dtype(dtype), np.dtype(np.float32)}
+
+
+# -------------------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_cut_as_its_name_says(name):
+    case = CASES[name]
+    plan = plan_of(case, unpacked(case))
+    assert plan.entries == case.entries
+    assert plan.query_block == case.length if "shorter" in name else 2 * plan.query_block < case.length
+    if "tile overlaps" in name or "whole tiles" in name:
+        assert (case.length % plan.query_block != 0) == ("overlaps" in name)
+    if case.entries == "stream":
+        slots = case.length // case.ratio
+        assert plan.entry_block < slots
+        assert (slots % plan.entry_block == 0) == ("whole blocks" in name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_match_dense(name):
+    """One program for all documents and indices of a shape, and the right answer for each."""
+    case = CASES[name]
+    for seed in range(3):
+        args, indices, cotangents = problem(case, seed)
+        before = len(TRACES)
+        got = attend(args, packed(case, seed), indices, cotangents, "chunked")
+        assert len(TRACES) == before or seed == 0
+        assert_same(got, attend_densely(args, packed(case, seed), indices, cotangents))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_unpacked_rows_match_dense(name):
+    case = CASES[name]
+    args, indices, cotangents = problem(case, 2)
+    got = attend(args, unpacked(case), indices, cotangents, "chunked")
+    assert_same(got, attend_densely(args, unpacked(case), indices, cotangents))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_bfloat16_matches_dense(name):
+    case = CASES[name]
+    args, indices, cotangents = problem(case, 3, jnp.bfloat16)
+    got = attend(args, packed(case, 3), indices, cotangents, "chunked")
+    assert [a.dtype for a in got[0]] == [jnp.bfloat16, jnp.float32]
+    assert_same(got, attend_densely(args, packed(case, 3), indices, cotangents), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("few entries, selected", (37, 29)),
+        ("streamed, selected", (37, 29)),
+        ("streamed, selected", (1000, 1000)),
+        ("gathered", (1000, 1000)),
+    ],
+)
+def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
+    case = CASES[name]
+    args, indices, cotangents = problem(case, 4)
+    expected = attend(args, packed(case, 4), indices, cotangents, "chunked")
+    overrides = dict(zip(("query_block", "entry_block"), sizes, strict=True))
+    usual, changed = plan_of(case, packed(case, 4)), plan_of(case, packed(case, 4), **overrides)
+    assert changed.query_block == min(sizes[0], case.length) != usual.query_block
+    assert changed.entry_block == min(sizes[1], case.length // case.ratio)
+
+    rule, plans = Plan.of, []
+
+    def overridden(request: AttentionRequest) -> Plan:
+        plans.append(rule(request, **overrides))
+        return plans[-1]
+
+    monkeypatch.setattr(Plan, "of", overridden)
+    # Its own program: the module's has been compiled under the rule.
+    run = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, "chunked"), compiler_options=UNOPTIMIZED)
+    assert_same(run(args, packed(case, 4), indices, cotangents), expected)
+    assert plans == [changed]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_it_is_the_first_choice(name):
+    """By name, and by the program: not the quadratic one's."""
+    case = CASES[name]
+    args, indices, cotangents = jax.tree.map(jnp.asarray, problem(case, 5))
+    q, kv, entries, sinks = args
+    visibility = packed(case, 5)
+    verdict = explain(q, kv, entries, visibility=visibility, indices=indices, sinks=sinks)
+    assert verdict.chosen == Chunked.name == "chunked"
+    assert not Chunked.quadratic
+
+    def program(way):
+        run = functools.partial(both_ways, implementation=way)
+        return str(jax.make_jaxpr(run)(args, visibility, indices, cotangents))
+
+    assert program(None) == program("chunked") != program("dense")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def shapes(length: int, heads: int, ratio: int, selected: int | None, *, with_documents: bool):
+    """Arguments of `both_ways` without data, for one batch row of 16 dims a head."""
+    dim, f32, i32 = 16, jnp.float32, jnp.int32
+    of = jax.ShapeDtypeStruct
+    q, lse = of((1, length, heads, dim), f32), of((1, length, heads), f32)
+    args = q, of((1, length, dim), f32), of((1, length // ratio, dim), f32), of((heads,), f32)
+    visibility = Visibility(Documents.unpacked(1, length), W, ratio)
+    if with_documents:
+        ids = of((1, length), i32)
+        visibility = jax.eval_shape(lambda ids: Visibility(Documents.from_segment_ids(ids), W, ratio), ids)
+    indices = None if selected is None else of((1, length, selected), i32)
+    return args, visibility, indices, (q, lse)
+
+
+# ratio, selected
+LAYERS = {"HCA": (16, None), "CSA": (4, 64)}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_memory_grows_linearly(layer):
+    """What XLA allocates for forward and backward, exactly. Quadratic would be 16 times, and 268 MB of weights."""
+
+    def temporaries(length: int) -> int:
+        args = shapes(length, 4, *LAYERS[layer], with_documents=True)
+        analysis = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, None)).lower(*args).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    short, long = temporaries(2048), temporaries(8192)
+    assert 0 < short < long <= 4.2 * short
+
+
+def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Every equation of a program, those of loops and calls included."""
+
+    def is_jaxpr(value: object) -> bool:
+        return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def largest(function, *args) -> int:
+    """Elements of the largest array that a program computes."""
+    program = jax.make_jaxpr(function)(*args).jaxpr
+    return max(math.prod(getattr(v.aval, "shape", ())) for e in equations(program) for v in e.outvars)
+
+
+@pytest.mark.parametrize(("ratio", "selected", "with_documents"), [(4, 16, True), (16, None, True), (4, None, False)])
+def test_no_array_has_queries_times_keys(ratio, selected, with_documents):
+    """With S = 4096, S x C is 1 to 4 million elements, and the largest thing that is needed q's 131072."""
+    length, heads = 4096, 2
+    slots, own = length // ratio, length * heads * 16
+    args = shapes(length, heads, ratio, selected, with_documents=with_documents)
+    assert own <= largest(functools.partial(both_ways, implementation=None), *args) < length * slots / 2
+    forward = largest(lambda a, v, i, _: core_attention(*a[:3], visibility=v, indices=i, sinks=a[3]), *args)
+    assert own <= forward < length * slots / 2
+    assert largest(functools.partial(both_ways, implementation="dense"), *args) >= length * (length + slots)

@@ -1,0 +1,173 @@
+"""The benchmark: what it measures, and that it gives no ratio where the contenders disagree."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import types
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from benchmarks import contenders, measure, report
+from benchmarks.cases import Case, suite
+from foveal import LayerType
+
+SUITES = ("quick", "core", "layer", "long", "bf16")
+HCA = Case("core", "hca", length=256, heads=4, head_dim=64, backward=True)
+CSA = Case("core", "csa", length=64, heads=4, head_dim=64, backward=True, top_k=8)
+PEERS = {"chunked", "dense"}
+if importlib.util.find_spec("transformers") is not None:
+    PEERS.add("transformers")
+
+
+@pytest.fixture(scope="module")
+def attention() -> types.ModuleType:
+    """The script; it sets the environment to one thread when imported, which must not outlive these tests."""
+    with mock.patch.dict(os.environ):
+        import benchmarks.attention
+
+    return benchmarks.attention
+
+
+@pytest.fixture
+def measured(attention, monkeypatch):
+    """Measures a case, with a small matmul for the peak and each contender built once for all tests."""
+    monkeypatch.setattr(attention, "PEAK_SIZE", 128)
+    monkeypatch.setattr(attention, "build", build_once)
+    return lambda case: attention.measure(case, rounds=1, memory=False)
+
+
+build_once = functools.cache(contenders.build)
+
+
+def row(case=HCA, disagreement="", **seconds):
+    return {
+        "case": case.name,
+        **dataclasses.asdict(case),
+        "seconds": seconds,
+        "utilisation": dict.fromkeys(seconds, 0.5),
+        "resident_bytes": {"chunked": 3 << 20},
+        "disagreement": disagreement,
+        "versions": {"jax": "1.2.3"},
+    }
+
+
+# --- Cases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_names_valid_cases_each_once(name):
+    cases = suite(name)
+    assert cases
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.config.num_attention_heads == case.heads  # building the config checks the sizes
+        assert case.layer_type in LayerType
+        assert case.documents.shape == (1, case.length)
+        assert case.visibility.slots == case.length // {"hca": 128, "csa": 4}[case.layer]
+
+
+def test_an_unknown_suite_is_refused():
+    with pytest.raises(ValueError, match="suite: expected quick, core, layer, long or bf16, got 'nonsense'"):
+        suite("nonsense")
+
+
+def test_scores_that_would_not_fit_are_left_to_chunked(attention):
+    assert attention.contenders(HCA) == ["chunked", *sorted(PEERS - {"chunked"})]
+    assert attention.contenders(dataclasses.replace(HCA, length=1 << 16)) == ["chunked"]
+    assert attention.contenders(dataclasses.replace(HCA, dtype="bfloat16")) == ["chunked", "dense"]
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [HCA, CSA, pytest.param(dataclasses.replace(CSA, what="layer"), marks=pytest.mark.slow)],
+    ids=lambda case: case.name,
+)
+def test_contenders_agree_and_are_timed(case, measured):
+    found = measured(case)
+    assert found["disagreement"] == ""
+    assert set(found["seconds"]) == PEERS
+    assert all(taken >= 0 for taken in found["seconds"].values())
+    assert set(found["utilisation"]) == PEERS
+    assert found["resident_bytes"] == {}
+    assert json.loads(json.dumps(found))["case"] == found["case"]
+
+
+@pytest.mark.parametrize("contender", sorted(PEERS))
+@pytest.mark.parametrize("result", ["out", "d_kv"])
+def test_one_wrong_contender_is_a_disagreement_and_no_ratio(contender, result, measured, attention, monkeypatch):
+    """Off by a hundredth of the largest element, which no float32 tolerance forgives."""
+
+    def build(case, name):
+        built = build_once(case, name)
+        results = built.results()
+        wrong = {**results, result: results[result] + 0.01 * np.abs(results[result]).max()}
+        return dataclasses.replace(built, results=lambda: wrong if name == contender else results)
+
+    monkeypatch.setattr(attention, "build", build)
+    found = measured(HCA)
+    assert found["disagreement"].startswith("chunked and ")
+    assert contender == "chunked" or contender in found["disagreement"]
+    assert ("output" if result == "out" else "d_kv") in found["disagreement"]
+    assert "disagree" in report.table([found])
+
+
+def test_a_disagreement_ends_in_code_1(attention, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "suite", lambda name: [HCA])
+    for disagreement, code in (("", 0), ("chunked and dense: output", 1)):
+        monkeypatch.setattr(attention, "measure", lambda *_, said=disagreement, **__: row(disagreement=said, chunked=1))
+        assert attention.main([]) == code
+        assert HCA.name in capsys.readouterr().out
+
+
+def test_times_are_medians_after_a_warm_up():
+    calls = []
+    seconds = measure.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 3)
+    assert calls == list("abababab")  # in turn, and once more than measured
+    assert set(seconds) == {"a", "b"}
+    assert all(0 <= taken < 1 for taken in seconds.values())
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's memory high-water mark")
+def test_resident_growth_counts_what_a_run_touches_and_frees():
+    grown = measure.peak_resident_growth(lambda: np.ones(64 << 20, np.uint8).sum())
+    assert 48 << 20 < grown < 160 << 20
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_to_chunked():
+    text = report.table([row(chunked=0.5, dense=1.0, transformers=2.0)])
+    assert "2.0x" in text
+    assert "4.0x" in text
+    assert "500" in text
+    assert "disagree" not in text
+
+
+def test_no_ratio_is_printed_where_the_contenders_disagree():
+    bad = row(
+        disagreement="chunked and dense: output: 3 of 4 elements differ", chunked=0.5, dense=1.0, transformers=2.0
+    )
+    text = report.table([bad, row(CSA, chunked=1.0, dense=3.0)])
+    of_bad, of_good = (next(line for line in text.splitlines() if case.name in line) for case in (HCA, CSA))
+    assert "x " not in of_bad.split(HCA.name)[1]
+    assert of_bad.count("disagree") == 2
+    assert "3.0x" in of_good
+    assert text.splitlines()[-1] == f"{HCA.name}: {bad['disagreement']}"
+
+
+def test_a_report_is_three_files(tmp_path):
+    rows = [row(chunked=0.5, dense=1.0), row(CSA, chunked=1.0)]
+    report.write(rows, tmp_path / "new", "core")
+    lines, plot, text = sorted((tmp_path / "new").iterdir(), key=lambda path: path.suffix)
+    assert [path.name for path in (lines, plot, text)] == [f"core-jax1.2.3.{end}" for end in ("jsonl", "png", "txt")]
+    assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
+    assert text.read_text() == report.table(rows)
+    assert plot.read_bytes().startswith(b"\x89PNG")

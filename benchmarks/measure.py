@@ -34,8 +34,10 @@ def matmul_rate(dtype: str, size: int = 2048) -> Run:
 
 
 def peak_resident_growth(run: Run) -> int:
-    """Bytes by which the process's resident memory rises above its level while `run` runs, after one warm-up."""
-    run()
+    """Bytes by which the process's resident memory rises above its level while `run` runs for the first time.
+
+    The first time, since allocators keep what they have once had: a second run would seem to need nothing.
+    """
     # ru_maxrss never falls: the high-water mark is reset through the kernel's own switch.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")

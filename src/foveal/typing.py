@@ -31,7 +31,7 @@ Precision = str | jax.lax.Precision | None
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """float64 for float64, else float32: what logits, softmax, norms, pooling and sums are computed in.
+    """float64 for float64, else float32: what logits, softmax, norms and sums are computed in.
 
     Not `jnp.promote_types`, which refuses bfloat16 with float32 under strict dtype promotion.
     """

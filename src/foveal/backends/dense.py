@@ -24,8 +24,9 @@ class Dense(Backend):
     def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
         """One softmax over raw keys and entries together."""
         dtype = request.accumulation_dtype
-        unseeing = request.visibility.documents.is_padding[:, :, None, None]
-        q = jnp.where(unseeing, 0.0, request.q.astype(dtype)) * request.scale
+        padding = request.visibility.documents.is_padding[:, :, None]
+        broken = ~jnp.isfinite(request.q).all(axis=-1)  # zeroed: as NaN they would reach every key's gradient
+        q = jnp.where((padding | broken)[..., None], 0.0, request.q.astype(dtype)) * request.scale
         groups = [(request.kv.astype(dtype), request.visibility.window_mask())]
         if request.entries is not None:
             groups.append((request.entries.astype(dtype), _entry_mask(request)))
@@ -43,9 +44,10 @@ class Dense(Backend):
         out = out / safe_total[..., None]
         lse = jnp.where(seen, jnp.where(seen, peak, 0.0) + jnp.log(safe_total), -jnp.inf)
         out = out * share_of_keys(lse, request.sinks)[..., None]
+        lost = broken & ~padding
         if request.tainted is not None:
-            out = jnp.where(request.tainted[:, :, None, None], jnp.nan, out)
-            lse = jnp.where(request.tainted[:, :, None], jnp.nan, lse)
+            lost = lost | request.tainted[:, :, None]
+        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
         return out.astype(request.q.dtype), lse
 
 

@@ -54,7 +54,8 @@ class AttentionRequest:
 class Backend(abc.ABC):
     """An implementation of core attention.
 
-    Queries that see nothing give zeros, an lse of -inf, and no gradient to anything, whatever they hold.
+    Queries that see nothing give zeros, an lse of -inf, and no gradient to anything, whatever they hold. A query that
+    holds NaN gives NaN, and no gradient to any key.
 
     Attributes:
         name: what `implementation=` takes.

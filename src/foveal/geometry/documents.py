@@ -85,6 +85,8 @@ class Documents:
             ValueError: wrong rank or dtype; where the values are concrete, a first value that is not 0, a decreasing
                 sequence, a document beyond `length`, or a broken promise.
         """
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 0:
+            raise ValueError(f"length: expected an int >= 0, got {length!r}")
         ends, concrete = _integers("cu_seqlens", cu_seqlens, ndims=(1, 2))
         if ends.shape[-1] < 1:
             raise ValueError(f"cu_seqlens: expected at least the leading 0, got shape {ends.shape}")

@@ -30,7 +30,7 @@ class Numerics:
 
     @property
     def wide(self) -> DTypeLike:
-        """float32, or float64 in a float64 layer: what norms, pooling and softmax compute in."""
+        """float32, or float64 in a float64 layer: what norms and softmax compute in. RoPE and pooling stay float32."""
         return accumulation_dtype(self.dtype)
 
 

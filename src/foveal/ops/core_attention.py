@@ -66,9 +66,11 @@ def core_attention(
     out[t, h] = sum_j exp(l_j) k_j / (sum_j exp(l_j) + exp(sink_h)), l_j = scale * q[t, h] . k_j, over the raw keys and
     entries k_j that `visibility` shows to t. Each key is also the value; all heads share them.
 
-    Logits, softmax and sums are float32 whatever the inputs. A query that sees nothing gives exact zeros. A sink of
-    -inf is no sink, of +inf gives zeros. NaN or infinity in a key reaches the queries that see it and no other.
-    Differentiable in q, kv, entries and sinks.
+    Logits, softmax and sums are float32 whatever the inputs (float64 for float64); for bfloat16 inputs an
+    implementation may round the softmax's weights to bfloat16 before they multiply the keys. A query that sees nothing
+    gives exact zeros. A sink of -inf is no sink, of +inf gives zeros. NaN or infinity in a key reaches the queries that
+    see it and no other, NaN in a query that query alone; such queries give NaN and pass no gradient on. Reverse-mode
+    differentiable, once, in q, kv, entries and sinks.
 
     Args:
         q: queries, [B, S, H, D].
@@ -84,8 +86,9 @@ def core_attention(
         implementation: a name, or None for the best that can; `explain` tells which.
 
     Returns:
-        [B, S, H, D] in q's dtype. With `return_lse` also float32 [B, S, H]: the log-sum-exp over the keys alone, the
-        sink excluded, -inf where nothing is visible; differentiable, so that results over disjoint keys can be merged.
+        [B, S, H, D] in q's dtype. With `return_lse` also [B, S, H] in float32 (float64): the log-sum-exp over the keys
+        alone, the sink excluded, -inf where nothing is visible; differentiable, so that results over disjoint keys can
+        be merged.
 
     Raises:
         ValueError: arguments that do not fit each other, or an unknown implementation.
@@ -131,6 +134,12 @@ def _request(
     precision: Precision,
 ) -> AttentionRequest:
     """Checks a call and fills in its defaults; needs shapes and dtypes only."""
+    named = {"q": q, "kv": kv, "entries": entries, "indices": indices, "sinks": sinks}
+    for name, array in named.items():
+        if array is None and name in ("entries", "indices", "sinks"):
+            continue
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ValueError(f"{name}: expected an array, got {type(array).__name__}")
     _check_keys(q, kv, entries, visibility)
     batch, length, heads, dim = q.shape
     if indices is not None:
@@ -154,6 +163,8 @@ def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibili
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: expected a floating dtype, got {q.dtype}")
     batch, length, _, dim = q.shape
+    if dim < 1:
+        raise ValueError(f"q: expected [B, S, H, D] with D >= 1, got shape {q.shape}")
     if kv.shape != (batch, length, dim):
         raise ValueError(f"kv: expected [B, S, D] = {(batch, length, dim)}, got shape {kv.shape}")
     if kv.dtype != q.dtype:

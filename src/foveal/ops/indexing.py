@@ -37,7 +37,7 @@ def select_entries(
         visibility: who sees what; its `slots` must be C.
         top_k: how many to choose, >= 1; may exceed C.
         block_size: queries scored at a time; the result does not depend on it. By default as many as keep a block's
-            scores within 16 MiB.
+            scores within 16 MiB, but 8 at least.
         precision: of the matmul.
 
     Returns:

@@ -21,7 +21,6 @@ from foveal.backends.chunked.tiles import (
     gathered_columns,
     tile_at,
     tile_count,
-    tile_queries,
     window_columns,
     window_start,
 )
@@ -48,7 +47,7 @@ class _Rows(NamedTuple):
 
     q: Array
     g: Array
-    lse: Array
+    lse: Array  # +inf where there is no gradient
     offset: Array  # d_lse - g . out
 
 
@@ -84,9 +83,10 @@ def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, 
     wide = lse.dtype
     d_out_rows, lse_rows, d_lse_rows = tile.take(d_out), tile.take(lse), tile.take(d_lse)
     out_rows = tile.take(out)
-    silent = lse_rows == -jnp.inf  # queries that give no gradient: they saw nothing, or something not finite
+    silent = ~jnp.isfinite(lse_rows)  # queries that give no gradient: they saw nothing, or something not finite
     if operands.tainted is not None:
         silent = silent | tile.take(operands.tainted)[..., None]
+    weights_lse = jnp.where(silent, jnp.inf, lse_rows)  # makes their weights zero
     lse_rows = jnp.where(silent, 0.0, lse_rows)
     inner = jnp.where(silent, 0.0, _row_sums(d_out_rows.astype(wide) * out_rows.astype(wide)))
     share = jnp.ones_like(lse_rows)
@@ -98,7 +98,9 @@ def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, 
         d_sinks = -jnp.sum(jnp.where(tile.fresh[None, :, None], keys_share(-margin) * inner, 0.0), axis=(0, 1))
     g = jnp.where(silent[..., None], 0.0, d_out_rows * share[..., None].astype(d_out.dtype))
     offset = jnp.where(silent, 0.0, d_lse_rows) - share * inner
-    return _Rows(tile_queries(tile, operands), g, lse_rows, offset), d_sinks
+    q = tile.take(operands.q)
+    q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
+    return _Rows(q, g, weights_lse, offset), d_sinks
 
 
 def _row_sums(array: Array) -> Array:

@@ -19,7 +19,6 @@ from foveal.backends.chunked.tiles import (
     gathered_columns,
     tile_at,
     tile_count,
-    tile_queries,
     window_columns,
 )
 from foveal.backends.sinks import share_of_keys
@@ -58,7 +57,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
-    q = tile_queries(tile, operands)
+    q = tile.take(operands.q)
     state = _absorb(None, plan, q, window_columns(plan, operands, sources, tile))
     if plan.entries == "gather":
         return _absorb(state, plan, q, gathered_columns(operands, tile)[0])

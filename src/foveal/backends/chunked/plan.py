@@ -58,7 +58,7 @@ class Plan:
             how = "none"
         elif slots <= _FEW_SLOTS:
             how = "few"
-        elif request.indices is not None and 4 * request.indices.shape[2] < slots:
+        elif request.indices is not None and 0 < 4 * request.indices.shape[2] < slots:
             how = "gather"
         else:
             how = "stream"

@@ -102,15 +102,6 @@ def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
     return tile._replace(selected=_membership(tile.take(operands.indices), operands.entries.shape[1]))
 
 
-def tile_queries(tile: Tile, operands: Operands) -> Array:
-    """[B, T, H, D]; zeros on padding rows, whose contents must not reach a key's gradient."""
-    q = tile.take(operands.q)
-    if not operands.visibility.documents.padded:
-        return q
-    sees_itself = tile.ranges.window_end > tile.ranges.window_first
-    return jnp.where(sees_itself[:, :, None, None], q, 0.0)
-
-
 def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
     """First row of the tile's window columns, which end with its last query."""
     row = tile.row + plan.query_block - plan.window_columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from foveal import AttentionConfig, Documents, LayerType, RopeConfig, Visibility, YarnConfig
 
@@ -60,8 +61,8 @@ class Case:
         return Visibility(self.documents, 128, self.config.compress_ratio(self.layer_type))
 
 
-def _both(**sizes: object) -> list[Case]:
-    return [Case(**sizes, backward=backward) for backward in (False, True)]  # type: ignore[arg-type]
+def _both(**sizes: Any) -> list[Case]:
+    return [Case(**sizes, backward=backward) for backward in (False, True)]
 
 
 def suite(name: str) -> list[Case]:

@@ -108,13 +108,13 @@ def transformers_core(case: Case) -> Contender:
     bias = torch.from_numpy(mask)[None, None]
     leaves = {n: torch.from_numpy(arrays[n]).requires_grad_(case.backward) for n in ("q", "kv", "entries", "sinks")}
     d_out = torch.from_numpy(arrays["d_out"])
-    module = types.SimpleNamespace(num_key_value_groups=case.heads, sinks=leaves["sinks"], training=False)
+    module: Any = types.SimpleNamespace(num_key_value_groups=case.heads, sinks=leaves["sinks"], training=False)
 
     def run() -> torch.Tensor:
         with torch.set_grad_enabled(case.backward):
             keys = torch.cat([leaves["kv"], leaves["entries"]], dim=1)[:, None]
             q = leaves["q"].transpose(1, 2)
-            out, _ = eager_attention_forward(module, q, keys, keys, bias, scaling=case.head_dim**-0.5)  # type: ignore[arg-type]
+            out, _ = eager_attention_forward(module, q, keys, keys, bias, scaling=case.head_dim**-0.5)
             if case.backward:
                 for leaf in leaves.values():
                     leaf.grad = None
@@ -232,7 +232,7 @@ def _transformers_config(case: Case) -> dict[str, Any]:
     }
 
 
-def _load(module: object, params: Results) -> None:
+def _load(module: Any, params: Results) -> None:
     """Copies parameters into a torch module: kernels are transposed, the grouped one is stacked over its groups."""
     import torch
 
@@ -245,6 +245,6 @@ def _load(module: object, params: Results) -> None:
             array = array.T
         renamed = name.replace("kernel", "weight").replace("scale", "weight")
         state[renamed] = torch.from_numpy(np.ascontiguousarray(array))
-    missing, unexpected = module.load_state_dict(state, strict=False)  # type: ignore[attr-defined]
+    missing, unexpected = module.load_state_dict(state, strict=False)
     if missing or unexpected:
         raise ValueError(f"parameters: missing {missing}, unexpected {unexpected}")

@@ -39,10 +39,10 @@ def table(rows: Sequence[Row]) -> str:
                 cells.append(f"{seconds[name] / seconds['chunked']:.1f}x" if name in seconds else "-")
         cells += [f"{memory[n] / 2**20:.0f}" if n in memory else "-" for n in ("chunked", "dense", "transformers")]
         grid.add_row(*cells)
-    console = Console(file=io.StringIO(), width=160)
-    console.print(grid)
+    text = io.StringIO()
+    Console(file=text, width=160).print(grid)
     problems = [f"{row['case']}: {row['disagreement']}" for row in rows if row["disagreement"]]
-    return "\n".join([console.file.getvalue(), *problems])  # type: ignore[attr-defined]
+    return "\n".join([text.getvalue(), *problems])
 
 
 def write(rows: Sequence[Row], folder: pathlib.Path, name: str) -> None:

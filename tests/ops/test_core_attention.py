@@ -276,18 +276,20 @@ def test_results_over_disjoint_keys_merge_by_their_log_sum_exps(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_order_of_the_batch_does_not_matter(implementation):
-    args, indices, cotangents = problem(10), some_indices(10), unit_cotangents(10)
+def test_order_of_the_batch_does_not_matter_to_the_bit(implementation):
+    # Four heads: with five, XLA computes the last elements of a loop by scalar code that rounds unlike its vectors.
+    q, kv, entries, sinks = problem(10)
+    indices, cotangents = some_indices(10), [c[:, :, :4] for c in unit_cotangents(10)]
+    args = [q[:, :, :4], kv, entries, sinks[:4]]
     results, gradients = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
     flipped = [a[::-1] for a in args[:3]] + [args[3]]
     other, other_gradients = attend(
         flipped, seen_in(PACKED[::-1]), indices[::-1], [c[::-1] for c in cotangents], implementation=implementation
     )
-    # Not to the bit: XLA computes the last elements of an odd array apart from its vectors, wherever they belong.
     for a, b in zip(results, other, strict=True):
-        assert_close(a, b[::-1], np.float32)
-    flipped_gradients = {name: other_gradients[name][::-1] for name in NAMES[:3]}
-    assert_gradients_close({name: gradients[name] for name in NAMES[:3]}, flipped_gradients, np.float32)
+        np.testing.assert_array_equal(a, b[::-1])
+    for name in NAMES[:3]:
+        np.testing.assert_array_equal(gradients[name], other_gradients[name][::-1], err_msg=name)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -89,6 +89,19 @@ def test_equal_configs_hash_alike_and_survive_copies() -> None:
         config.head_dim = 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_what_changes_the_numbers_has_no_default() -> None:
+    """A base, a ratio or a window that was left out must be missed: a checkpoint may have been trained with another."""
+    optional = {
+        made: {f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING}
+        for made in (AttentionConfig, RopeConfig, YarnConfig)
+    }
+    assert optional == {
+        AttentionConfig: {"rms_norm_eps", "initializer_range"},
+        RopeConfig: {"yarn"},
+        YarnConfig: set(),
+    }
+
+
 def test_numbers_and_layer_types_are_normalised() -> None:
     config = dataclasses.replace(AttentionConfig.tiny(), layer_types=["sliding_attention", CSA], rms_norm_eps=1)
     assert config.layer_types == (SLIDING, CSA)

@@ -212,6 +212,43 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_tiles_of_nothing_but_padding(name):
+    """Whole tiles of queries that see nothing, before and after others that do: zeros, and no NaN in any gradient."""
+    case = CASES[name]
+    args, indices, cotangents = problem(case, 6)
+    ids = np.zeros((B, case.length), np.int32)
+    ids[0, 131:170], ids[0, 170:190], ids[1, 150:240] = 3, 5, 2
+    visibility = Visibility(Documents.from_segment_ids(ids), W, case.ratio)
+    size = plan_of(case, visibility).query_block
+    assert not ids[:, : 2 * size].any()
+    assert not ids[:, 4 * size :].any()
+    assert 4 * size < case.length
+    (out, lse), gradients = got = attend(args, visibility, indices, cotangents, "chunked")
+    np.testing.assert_array_equal(np.asarray(out)[ids == 0], 0.0)
+    np.testing.assert_array_equal(np.asarray(lse)[ids == 0], -np.inf)
+    for operand in ("q", "kv"):
+        np.testing.assert_array_equal(np.asarray(gradients[operand])[ids == 0], 0.0, err_msg=operand)
+    assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradients))
+    assert_same(got, attend_densely(args, visibility, indices, cotangents))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_large_logits(name):
+    """Logits of thousands, the largest in any block: weights overflow unless the peak follows from block to block."""
+    case = CASES[name]
+    (q, *keys_and_sinks), indices, cotangents = problem(case, 7)
+    args = (q * np.float32(1e3), *keys_and_sinks)
+    (out, lse), gradients = attend(args, packed(case, 7), indices, cotangents, "chunked")
+    (want, want_lse), _ = attend_densely(args, packed(case, 7), indices, cotangents)
+    peak = np.abs(np.asarray(lse)[np.isfinite(lse)]).max()
+    assert peak > 1e3
+    # A logit of thousands is known to 1e-3 in float32, and a softmax over such no better.
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-6 * peak)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-2)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_it_is_the_first_choice(name):
     """By name, and by the program: not the quadratic one's."""
     case = CASES[name]
@@ -293,3 +330,25 @@ def test_no_array_has_queries_times_keys(ratio, selected, with_documents):
     forward = largest(lambda a, v, i, _: core_attention(*a[:3], visibility=v, indices=i, sinks=a[3]), *args)
     assert own <= forward < length * slots / 2
     assert largest(functools.partial(both_ways, implementation="dense"), *args) >= length * (length + slots)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "selected", "columns"),
+    [
+        pytest.param(64, None, 2 * 64, id="logits of few entries"),
+        pytest.param(4, None, 2 * 128, id="logits of the window"),
+        pytest.param(4, 64, 2 * 64, id="logits of the selected entries, or the entries themselves"),
+        pytest.param(4, 512, 1024, id="which entries are selected"),
+    ],
+)
+def test_no_array_has_what_all_queries_look_at(ratio, selected, columns):
+    """A tile's at a time, though all of it grows linearly with S too: it is what runs out of memory first.
+
+    columns: of the smallest array that there must not be, with S = 4096 rows.
+    """
+    length, heads, dim = 4096, 2, 16
+    args, visibility, indices, cotangents = shapes(length, heads, ratio, selected, with_documents=True)
+    visibility = dataclasses.replace(visibility, sliding_window=128)
+    needed = length * max(heads * dim, selected or 0)  # q, or the indices
+    both = functools.partial(both_ways, implementation=None)
+    assert needed <= largest(both, args, visibility, indices, cotangents) < 1.5 * needed < length * columns

@@ -11,8 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, LightningIndexer
+from foveal.geometry import WindowLayout
+from foveal.nn import compressor
+from foveal.nn.indexer import IndexedCompressor
+from foveal.ops import rope_table
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close, tolerance
+from foveal.testing.parameters import set_params
 
 CONFIG = AttentionConfig.tiny()
 LAYER_TYPES = tuple(LayerType)
@@ -215,6 +220,56 @@ def test_bfloat16_layer(layer_type, pure_layer, compiled_reference, problem):
     select = "all" if layer_type == LayerType.CSA else "top_k"
     layer = pure_layer(layer_type, select=select, dtype=jnp.bfloat16, optimized=False)
     assert agree(layer, compiled_reference(layer_type, select=select), params, x, ids, cotangent, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("layer_type", [LayerType.CSA, LayerType.HCA])
+def test_a_bfloat16_compressor_rounds_nothing_before_it_pools(layer_type, problem, monkeypatch):
+    """Values, gates and the indexer's head weights are sums of bfloat16 products, and stay in float32."""
+    params, x, _ = problem(layer_type, 18, batch=1, length=19, dtype=jnp.bfloat16)
+    layer = CompressedAttention(
+        CONFIG, layer_type=layer_type, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    set_params(layer, params)
+
+    def product(name):
+        return x.astype(np.float64) @ params[f"{name}.kernel"].astype(np.float64)
+
+    pooled, pool = [], compressor.pool_windows
+    monkeypatch.setattr(compressor, "pool_windows", lambda *a, **k: pooled.append(a[:2]) or pool(*a, **k))
+    layout = WindowLayout.of(Documents.unpacked(1, 19), CONFIG.compress_ratio(layer_type))
+    table = rope_table(layout.positions, CONFIG.compress_rope, CONFIG.qk_rope_head_dim)
+    assert layer.compressor is not None
+    modules = {"compressor": layer.compressor}
+    if isinstance(layer.compressor, IndexedCompressor):
+        modules["compressor.indexer"] = layer.compressor.indexer
+        weights = layer.compressor.indexer.scorer(jnp.asarray(x))
+        scaling = (CONFIG.index_n_heads * CONFIG.index_head_dim) ** -0.5
+        assert weights.dtype == jnp.float32
+        assert_close(weights, scaling * product("compressor.indexer.scorer.weights_proj"), np.float32)
+    assert len(modules) == 1 + (layer_type == LayerType.CSA)
+    for name, module in modules.items():
+        assert module(jnp.asarray(x), layout, table).dtype == jnp.bfloat16
+        for got, projection in zip(pooled.pop(), ("kv_proj", "gate_proj"), strict=True):
+            assert got.dtype == jnp.float32
+            assert_close(got, product(f"{name}.{projection}"), np.float32)
+
+
+def test_norms_of_a_bfloat16_layer_are_float32(problem):
+    """Each of the layer's norms: the mean, the root, the scale and what comes out."""
+    layer = CompressedAttention(CONFIG, layer_type=LayerType.CSA, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    inner = layer.compressor
+    assert isinstance(inner, IndexedCompressor)
+    for norm in (layer.q_a_norm, layer.q_b_norm, layer.kv_norm, inner.kv_norm, inner.indexer.kv_norm):
+        x = 3 * problem(LayerType.CSA, 19, dtype=jnp.bfloat16)[1][..., : norm.num_features]
+        scale = np.ones(norm.num_features)
+        if norm.scale is not None:
+            scale = np.linspace(0.5, 1.5, norm.num_features, dtype=np.float32)
+            norm.scale[...] = jnp.asarray(scale)
+        wide = x.astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + CONFIG.rms_norm_eps) * scale
+        got = norm(jnp.asarray(x))
+        assert got.dtype == jnp.float32
+        assert_close(got, want, np.float32)
 
 
 def test_documents_in_place_of_segment_ids(pure_layer, problem):

@@ -3,6 +3,8 @@
 Whether a document alone comes out right is checked in test_attention.py.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -81,6 +83,37 @@ def test_a_document_in_a_row_is_the_unpacked_row(layer_type, pure_layer, problem
         rows[1, start : start + 21], ids[1, start : start + 21] = x[0], 4
         got, _ = layer.vjp(params, rows, ids, np.zeros_like(rows))
         assert_close(got[1, start : start + 21], want, np.float32)
+
+
+@every_layer_type
+def test_padding_on_the_left_is_as_if_it_were_not_there(layer_type, pure_layer, problem):
+    """Whole windows of it or not, in each row another number: it shifts neither windows nor positions."""
+    params, x, _ = problem(layer_type, 11, batch=1, length=21)
+    layer = pure_layer(layer_type)
+    want = layer.forward(params, x)[0]
+    for left in ((2, 4), (8, 13), (46, 0)):
+        rows, ids = np.full((2, 67, CONFIG.hidden_size), np.nan, np.float32), np.zeros((2, 67), np.int32)
+        for row, n in enumerate(left):
+            rows[row, n : n + 21], ids[row, n : n + 21] = x[0], 6
+        got, _ = layer.vjp(params, rows, ids, np.zeros_like(rows))
+        for row, n in enumerate(left):
+            assert_close(got[row, n : n + 21], want, np.float32)
+        np.testing.assert_array_equal(got[ids == 0], 0.0)
+
+
+@every_layer_type
+def test_one_packed_row_told_by_cumulative_lengths(layer_type, pure_layer, problem):
+    """A batch of one, as variable-length kernels take it: each document as if alone, the rest of the row padding."""
+    params, x, cotangent = problem(layer_type, 12)
+    ends = (0, 6, 18, 21, 60)
+    documents = Documents.from_cu_seqlens(np.array(ends), 67)
+    assert documents.shape == (1, 67)
+    runs = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
+    outputs, _, _ = alone(pure_layer(layer_type), params, x, cotangent, runs)
+    got = pure_layer(layer_type, optimized=False).forward(params, x[:1], documents)
+    for (_, start, stop), want in zip(runs, outputs, strict=True):
+        assert_close(got[0, start:stop], want, np.float32)
+    np.testing.assert_array_equal(got[0, 60:], 0.0)
 
 
 @every_layer_type

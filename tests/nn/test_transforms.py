@@ -352,3 +352,23 @@ def test_index_scores_of_all_heads_never_exist_at_once(packed, with_gradients):
     assert count(program.jaxpr, "top_k") >= 1
     assert max(sizes) < length * (length // config.csa_ratio) * heads
     assert max(sizes) >= length * heads * config.index_head_dim  # the queries, so the program was looked into
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_no_array_of_a_layer_has_rows_times_rows_or_entries(layer_type, packed):
+    """Forward and backward, with 16384 rows, which is 33 million and more; the indexer's block has 4 million."""
+    length = 16384
+    layer = nnx.eval_shape(lambda: build(layer_type))
+    graphdef, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((1, length, CONFIG.hidden_size), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
+
+    def forward(state, x, ids):
+        return jnp.sum(nnx.merge(graphdef, state)(x, ids))
+
+    program = jax.make_jaxpr(jax.grad(forward, argnums=(0, 1)))(state, x, ids)
+    sizes = [math.prod(var.aval.shape) for e in equations(program.jaxpr) for var in e.outvars]
+    assert (
+        length * CONFIG.num_attention_heads * CONFIG.head_dim <= max(sizes) < length * length // CONFIG.hca_ratio // 4
+    )

@@ -355,6 +355,7 @@ def repeats_keys(function, *args) -> bool:
             "custom_jvp_call",
             "scan",
             "while",
+            "dynamic_update_slice",  # puts a tile in its place
         ):
             continue
         arrays = [
@@ -378,3 +379,15 @@ def test_the_shared_keys_are_never_repeated_for_the_heads(implementation):
 
     assert repeats_keys(jax.jit(repeating), *args)
     assert repeats_keys(lambda q, kv, *_: q * jnp.repeat(kv[:, :, None], H, axis=2), *args)
+
+
+@pytest.mark.parametrize("selected", [None, 3])
+def test_nor_where_there_are_too_many_entries_for_one_softmax(selected):
+    """By whichever way the default goes over many entries, all of them or each query's selected ones."""
+    length, slots = 550, 550 // M
+    shapes = {"q": (B, length, H, D), "kv": (B, length, D), "entries": (B, slots, D), "sinks": (H,)}
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values())
+    indices = None if selected is None else jax.ShapeDtypeStruct((B, length, selected), jnp.int32)
+    cotangents = args[0], jax.ShapeDtypeStruct((B, length, H), jnp.float32)
+    visibility = seen_in(random_segment_ids(16, B, length, max_document=90))
+    assert not repeats_keys(attend, args, visibility, indices, cotangents)

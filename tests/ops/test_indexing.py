@@ -137,6 +137,18 @@ def test_special_scores(data):
 best_slots = jax.jit(indexing._best_slots, static_argnums=3)
 
 
+def test_ties_at_sizes_of_use():
+    """Hundreds of equal scores on both sides of the border, in rows that see a few slots, half of them and all."""
+    slots, count = 4096, 512
+    scores = np.random.default_rng(10).integers(-2, 2, (2, 12, slots), endpoint=True).astype(np.float32)
+    scores[0, 3], scores[1, 7] = 0.0, np.where(np.arange(slots) % 3, -0.0, 0.0)
+    first = np.tile(np.arange(12, dtype=np.int32) * 40, (2, 1))
+    end = np.minimum(first + np.array([[300, slots // 2] * 6, [511, 512, 513, slots] * 3], np.int32), slots)
+    slot = np.arange(slots)
+    visible = (slot >= first[..., None]) & (slot < end[..., None])
+    np.testing.assert_array_equal(best_slots(scores, first, end, count), best_by_hand(scores, visible, count))
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poisoned_keys(poison):
     """A NaN score is never chosen; an infinite one is by its sign, and -inf still comes before nothing at all."""

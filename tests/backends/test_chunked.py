@@ -301,6 +301,22 @@ def test_memory_grows_linearly(layer):
     assert 0 < short < long <= 4.2 * short
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bfloat16_is_never_widened_as_a_whole(layer):
+    """A compiler that has no bfloat16 slices makes a float32 array of all queries for each tile that it reads."""
+    length, heads = 2048, 4
+    args, visibility, indices, (d_out, d_lse) = shapes(length, heads, *LAYERS[layer], with_documents=True)
+    narrow = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (*args[:3], d_out)]
+
+    def program(operands) -> str:
+        compiled = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, None)).lower(*operands).compile()
+        return compiled.as_text()
+
+    whole = f"f32[1,{length},{heads},{d_out.shape[3]}]"
+    assert whole in program((args, visibility, indices, (d_out, d_lse)))
+    assert whole not in program(((*narrow[:3], args[3]), visibility, indices, (narrow[3], d_lse)))
+
+
 def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
     """Every equation of a program, those of loops and calls included."""
 

@@ -19,6 +19,8 @@ from foveal.backends.chunked.tiles import (
     entry_columns,
     entry_start,
     gathered_columns,
+    restored,
+    stored,
     tile_at,
     tile_count,
     window_columns,
@@ -54,7 +56,10 @@ class _Rows(NamedTuple):
 def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
     """Gradients of q, kv, entries and sinks."""
     wide = lse.dtype
-    sources = Sources(Keys.of(operands.kv), Keys.of(operands.entries))
+    sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
+    q, kv, entries, sinks = operands[:4]
+    operands = operands._replace(q=stored(plan, q))
+    out, d_out = stored(plan, out), stored(plan, d_out)
 
     def step(i: Array, grads: Gradients) -> Gradients:
         tile = tile_at(plan, operands, i)
@@ -68,14 +73,14 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
             grads = grads._replace(sinks=grads.sinks + d_sinks)
         return grads._replace(q=tile.put(grads.q, d_q))
 
-    q, kv, entries, sinks = operands[:4]
     start = Gradients(
-        jax.lax.empty(q.shape, q.dtype),
+        stored(plan, jax.lax.empty(q.shape, q.dtype)),
         jnp.zeros(kv.shape, wide),
         jnp.zeros(entries.shape, wide),
         None if sinks is None else jnp.zeros(sinks.shape, wide),
     )
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    grads = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    return grads._replace(q=restored(grads.q))
 
 
 def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[_Rows, Array]:
@@ -96,7 +101,7 @@ def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, 
         share = keys_share(margin)
         # keys_share(-margin) is 1 - share without the cancellation
         d_sinks = -jnp.sum(jnp.where(tile.fresh[None, :, None], keys_share(-margin) * inner, 0.0), axis=(0, 1))
-    g = jnp.where(silent[..., None], 0.0, d_out_rows * share[..., None].astype(d_out.dtype))
+    g = jnp.where(silent[..., None], 0.0, d_out_rows * share[..., None].astype(d_out_rows.dtype))
     offset = jnp.where(silent, 0.0, d_lse_rows) - share * inner
     q = tile.take(operands.q)
     q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not

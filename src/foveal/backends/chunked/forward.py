@@ -17,6 +17,8 @@ from foveal.backends.chunked.tiles import (
     entry_blocks,
     entry_columns,
     gathered_columns,
+    restored,
+    stored,
     tile_at,
     tile_count,
     window_columns,
@@ -38,7 +40,8 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     q = operands.q
     wide = accumulation_dtype(q.dtype)
 
-    sources = Sources(Keys.of(operands.kv), Keys.of(operands.entries))
+    sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
+    operands = operands._replace(q=stored(plan, q))
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tile_at(plan, operands, i)
@@ -52,8 +55,9 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
             factor, lse = jnp.where(tainted, jnp.nan, factor), jnp.where(tainted, jnp.nan, lse)
         return tile.put(carry[0], state.values * factor[..., None]), tile.put(carry[1], lse)
 
-    start = jax.lax.empty(q.shape, q.dtype), jax.lax.empty(q.shape[:3], wide)
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], wide)
+    out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    return restored(out), lse
 
 
 def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from foveal.backends.request import AttentionRequest
 from foveal.typing import Precision
 
@@ -29,6 +31,8 @@ class Plan:
         precision: of the matmuls.
         shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
             the second time, transposed, costs more than the matmul it feeds. Elsewhere a branch costs more.
+        slice_bits: slice bfloat16 arrays as 16-bit integers: on CPUs JAX before 0.11.2 has no bfloat16 slices and
+            widens a whole array, each time, to read or replace a part of it. Later on the detour costs a copy.
     """
 
     query_block: int
@@ -38,6 +42,7 @@ class Plan:
     scale: float
     precision: Precision
     shield: bool
+    slice_bits: bool
 
     @classmethod
     def of(cls, request: AttentionRequest, *, query_block: int | None = None, entry_block: int | None = None) -> Plan:
@@ -70,4 +75,5 @@ class Plan:
             scale=request.scale,
             precision=request.precision,
             shield=request.platform == "cpu",
+            slice_bits=request.platform == "cpu" and jax.__version_info__ < (0, 11, 2),
         )

@@ -24,6 +24,20 @@ class Operands(NamedTuple):
     tainted: Array | None
 
 
+def stored(plan: Plan, array: Array) -> Array:
+    """An array as tiles are to be sliced from it: bfloat16 as its bits where slicing it would widen all of it."""
+    return _as_bits(array) if plan.slice_bits and array.dtype == jnp.bfloat16 else array
+
+
+def restored(array: Array) -> Array:
+    """What was `stored`; no other array here holds 16-bit integers."""
+    return jax.lax.bitcast_convert_type(array, jnp.bfloat16) if array.dtype == jnp.uint16 else array
+
+
+def _as_bits(array: Array) -> Array:
+    return jax.lax.bitcast_convert_type(array.astype(jnp.bfloat16), jnp.uint16)
+
+
 class Keys(NamedTuple):
     """Keys for both matmuls: [B, N, D] to be summed and [B, D, N] to be scored.
 
@@ -35,16 +49,17 @@ class Keys(NamedTuple):
     columns: Array | None
 
     @classmethod
-    def of(cls, rows: Array) -> Keys:
-        """Keys [..., N, D]."""
+    def of(cls, plan: Plan, rows: Array) -> Keys:
+        """Keys [..., N, D], `stored`."""
+        rows = stored(plan, rows)
         return cls(rows, jnp.swapaxes(rows, -1, -2))
 
     def slice(self, start: Array, size: int) -> Keys:
-        """N = size of them."""
+        """N = size of them, restored."""
         assert self.columns is not None
         return Keys(
-            jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1),
-            jax.lax.dynamic_slice_in_dim(self.columns, start, size, axis=2),
+            restored(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1)),
+            restored(jax.lax.dynamic_slice_in_dim(self.columns, start, size, axis=2)),
         )
 
 
@@ -65,12 +80,13 @@ class Tile(NamedTuple):
     selected: Array | None
 
     def take(self, array: Array) -> Array:
-        """Its rows of [B, S, ...]."""
-        return jax.lax.dynamic_slice_in_dim(array, self.row, self.fresh.shape[0], axis=1)
+        """Its rows of [B, S, ...], `stored` or not."""
+        return restored(jax.lax.dynamic_slice_in_dim(array, self.row, self.fresh.shape[0], axis=1))
 
     def put(self, array: Array, rows: Array) -> Array:
-        """`array` [B, S, ...] with its rows replaced, in place under jit."""
-        return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), self.row, axis=1)
+        """`array` [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
+        stored_rows = _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(array, stored_rows, self.row, axis=1)
 
 
 class Columns(NamedTuple):
@@ -122,17 +138,18 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     mask = _between(start, plan.window_columns, tile.ranges.window_first, tile.ranges.window_end)
     if plan.entries != "few":
         return Columns(keys, mask)
-    assert keys.columns is not None
-    assert sources.entries.columns is not None
     slots = operands.entries.shape[1]
+    entries = sources.entries.slice(jnp.int32(0), slots)
+    assert keys.columns is not None
+    assert entries.columns is not None
     entry_mask = _between(jnp.int32(0), slots, tile.ranges.entry_first, tile.ranges.entry_end)
     if tile.selected is not None:
         entry_mask = entry_mask & tile.selected[..., :slots]
     masks = jnp.broadcast_arrays(mask[..., :1], entry_mask[..., :1])[0].shape[0]
     both = [jnp.broadcast_to(m, (masks, *m.shape[1:])) for m in (mask, entry_mask)]
     together = Keys(
-        jnp.concatenate([keys.rows, sources.entries.rows], axis=1),
-        jnp.concatenate([keys.columns, sources.entries.columns], axis=2),
+        jnp.concatenate([keys.rows, entries.rows], axis=1),
+        jnp.concatenate([keys.columns, entries.columns], axis=2),
     )
     return Columns(together, jnp.concatenate(both, axis=-1))
 

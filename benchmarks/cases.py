@@ -87,7 +87,7 @@ def suite(name: str) -> list[Case]:
             for case in _both(what="layer", layer=layer, length=length, heads=16, head_dim=128)
         ]
     if name == "long":  # where peers that materialise scores do not fit
-        sizes = ((4096, 64, 512), (16384, 16, 128), (65536, 16, 128))
+        sizes = ((4096, 64, 512), *((length, 16, 128) for length in (8192, 16384, 32768, 65536)))
         return [
             Case("core", layer, length, heads, dim, backward=True)
             for layer in ("hca", "csa")

@@ -18,6 +18,7 @@ COLUMNS = (
     "use of peak",
     "dense / chunked",
     "transformers / chunked",
+    "MiB planned",
     "MiB chunked",
     "dense",
     "transformers",
@@ -25,7 +26,11 @@ COLUMNS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table for people. No ratio stands where the contenders disagree."""
+    """A table for people. No ratio stands where the contenders disagree.
+
+    "MiB planned" is what the compiler allocates for the temporaries of `chunked`; the columns after it, resident
+    memory while a contender runs.
+    """
     grid = Table()
     for i, name in enumerate(COLUMNS):
         grid.add_column(name, justify="left" if i == 0 else "right")
@@ -37,6 +42,8 @@ def table(rows: Sequence[Row]) -> str:
                 cells.append("disagree")
             else:
                 cells.append(f"{seconds[name] / seconds['chunked']:.1f}x" if name in seconds else "-")
+        planned = row["temporaries_bytes"].get("chunked")
+        cells.append("-" if planned is None else f"{planned / 2**20:.0f}")
         cells += [f"{memory[n] / 2**20:.0f}" if n in memory else "-" for n in ("chunked", "dense", "transformers")]
         grid.add_row(*cells)
     text = io.StringIO()

@@ -41,7 +41,7 @@ from foveal.testing.numerics import assert_close, assert_gradients_close
 
 SUITES = ("quick", "core", "layer", "long", "bf16")
 PEAK_SIZE = 2048
-SCORES_LIMIT = 6 << 30
+SCORES_LIMIT = 2 << 30
 """Bytes of scores beyond which the contenders that materialise them are left out."""
 
 

@@ -50,6 +50,7 @@ def row(case=HCA, disagreement="", **seconds):
         "seconds": seconds,
         "utilisation": dict.fromkeys(seconds, 0.5),
         "resident_bytes": {"chunked": 3 << 20},
+        "temporaries_bytes": {"chunked": 5 << 20},
         "disagreement": disagreement,
         "versions": {"jax": "1.2.3"},
     }

@@ -14,6 +14,8 @@ from flax import nnx
 
 from benchmarks.cases import Case
 from foveal import CompressedAttention, core_attention, select_entries
+from foveal.cli.checks import UNDECIDED
+from foveal.cli.layer import selected_entries
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.parameters import set_params
 
@@ -77,12 +79,32 @@ def foveal_core(case: Case, implementation: str) -> Contender:
     return _jax_contender(attend, operands, lambda r: {"out": np.asarray(r, np.float32)})
 
 
-def foveal_layer(case: Case, implementation: str) -> Contender:
-    """A whole layer of this library."""
+def undecided_queries(case: Case) -> tuple[int, ...]:
+    """Rows whose selected entries rounding decides: two right layers may differ there. Only CSA layers have any."""
+    if case.what != "layer" or case.layer != "csa":
+        return ()
+    x = random_hidden(1, 1, case.length, case.config.hidden_size)
+    _, lead = selected_entries(_layer(dataclasses.replace(case, dtype="float32")), x, case.documents)
+    return tuple(np.flatnonzero(lead[0] <= UNDECIDED).tolist())
+
+
+def _layer(case: Case) -> CompressedAttention:
     layer = CompressedAttention(case.config, layer_type=case.layer_type, dtype=jnp.dtype(case.dtype), rngs=nnx.Rngs(0))
     set_params(layer, random_params(case.config, case.layer_type, 0))
+    return layer
+
+
+def _layer_cotangent(case: Case, undecided: tuple[int, ...]) -> np.ndarray:
+    d_out = random_hidden(2, 1, case.length, case.config.hidden_size)
+    d_out[:, list(undecided)] = 0.0
+    return d_out
+
+
+def foveal_layer(case: Case, implementation: str, undecided: tuple[int, ...] = ()) -> Contender:
+    """A whole layer of this library."""
+    layer = _layer(case)
     x = jnp.asarray(random_hidden(1, 1, case.length, case.config.hidden_size)).astype(case.dtype)
-    d_out = jnp.asarray(random_hidden(2, 1, case.length, case.config.hidden_size)).astype(case.dtype)
+    d_out = jnp.asarray(_layer_cotangent(case, undecided)).astype(case.dtype)
     graph, params = nnx.split(layer)
 
     def apply(params, x):
@@ -128,7 +150,7 @@ def transformers_core(case: Case) -> Contender:
     return Contender(run, results)
 
 
-def transformers_layer(case: Case) -> Contender:
+def transformers_layer(case: Case, undecided: tuple[int, ...] = ()) -> Contender:
     """transformers' DeepseekV4Attention with the same parameters."""
     import torch
     from transformers import DeepseekV4Config
@@ -141,7 +163,7 @@ def transformers_layer(case: Case) -> Contender:
     module = DeepseekV4Attention(theirs, layer_idx=0).eval()
     _load(module, random_params(config, case.layer_type, 0))
     x = torch.from_numpy(random_hidden(1, 1, length, config.hidden_size)).requires_grad_(case.backward)
-    d_out = torch.from_numpy(random_hidden(2, 1, length, config.hidden_size))
+    d_out = torch.from_numpy(_layer_cotangent(case, undecided))
     positions = torch.arange(length)[None]
     rotary = DeepseekV4RotaryEmbedding(theirs)
     tables = {name: rotary(x.detach(), positions, layer_type=name) for name in ("main", "compress")}
@@ -165,11 +187,11 @@ def transformers_layer(case: Case) -> Contender:
     return Contender(run, results)
 
 
-def build(case: Case, contender: str) -> Contender:
-    """A contender by name: "chunked", "dense" or "transformers"."""
+def build(case: Case, contender: str, undecided: tuple[int, ...] = ()) -> Contender:
+    """A contender by name: "chunked", "dense" or "transformers"; `undecided` queries take no part in the gradients."""
     if contender == "transformers":
-        return transformers_core(case) if case.what == "core" else transformers_layer(case)
-    return foveal_core(case, contender) if case.what == "core" else foveal_layer(case, contender)
+        return transformers_core(case) if case.what == "core" else transformers_layer(case, undecided)
+    return foveal_core(case, contender) if case.what == "core" else foveal_layer(case, contender, undecided)
 
 
 def _jax_contender(function: Callable, operands: tuple, results: Callable) -> Contender:

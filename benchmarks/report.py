@@ -49,7 +49,12 @@ def table(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     Console(file=text, width=160).print(grid)
     problems = [f"{row['case']}: {row['disagreement']}" for row in rows if row["disagreement"]]
-    return "\n".join([text.getvalue(), *problems])
+    left_out = [
+        f"{row['case']}: {row['queries_not_compared']} queries not compared, since rounding decides what they select"
+        for row in rows
+        if row.get("queries_not_compared")
+    ]
+    return "\n".join([text.getvalue(), *problems, *left_out])
 
 
 def write(rows: Sequence[Row], folder: pathlib.Path, name: str) -> None:

@@ -1,5 +1,6 @@
 """Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far."""
 
+from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
 from foveal.nn import CompressedAttention, Compressor, GroupedLinear, LightningIndexer
@@ -28,6 +29,9 @@ __all__ = [
     "PackedDocuments",
     "RopeConfig",
     "RopeTable",
+    "Splash",
+    "SplashBlocks",
+    "SplashDynamic",
     "Visibility",
     "WindowLayout",
     "YarnConfig",

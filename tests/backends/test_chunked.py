@@ -310,7 +310,9 @@ def test_bfloat16_is_never_widened_as_a_whole(layer):
 
     def program(operands) -> str:
         compiled = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, None)).lower(*operands).compile()
-        return compiled.as_text()
+        text = compiled.as_text()
+        assert text is not None
+        return text
 
     whole = f"f32[1,{length},{heads},{d_out.shape[3]}]"
     assert whole in program((args, visibility, indices, (d_out, d_lse)))

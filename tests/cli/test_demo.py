@@ -19,7 +19,8 @@ from rich.console import Console
 import foveal
 from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
-from foveal.cli import checks, demo, errors, layer, main, picture, text
+from foveal.cli import checks, errors, layer, main, picture, text
+from foveal.cli.console import progress
 from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Visibility
 from foveal.testing.reference import reference_attention
@@ -127,7 +128,7 @@ def test_implementations_that_disagree_fail(implementation, run_one_layer, capsy
 
 def test_undecided_queries_are_left_out_and_counted(run_one_layer, capsys, monkeypatch):
     """With every lead taken for rounding, those queries are left that see few entries, and they still agree."""
-    monkeypatch.setattr(checks, "_UNDECIDED", 1e9)
+    monkeypatch.setattr(checks, "UNDECIDED", 1e9)
     assert run_one_layer(LayerType.CSA) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -138,7 +139,7 @@ def test_undecided_queries_are_left_out_and_counted(run_one_layer, capsys, monke
 def test_progress_shows_on_a_terminal_only():
     for terminal in (True, False):
         file = io.StringIO()
-        with demo._progress(Console(file=file, force_terminal=terminal, width=80), 2) as advance:
+        with progress(Console(file=file, force_terminal=terminal, width=80), 2) as advance:
             advance("picture")
         shown = file.getvalue()
         assert ("picture" in shown) is terminal

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.backends.sinks import share_of_keys
+from foveal.geometry import Visibility
 from foveal.typing import Array, Precision
 
 
@@ -29,7 +30,7 @@ class Dense(Backend):
         q = jnp.where((padding | broken)[..., None], 0.0, request.q.astype(dtype)) * request.scale
         groups = [(request.kv.astype(dtype), request.visibility.window_mask())]
         if request.entries is not None:
-            groups.append((request.entries.astype(dtype), _entry_mask(request)))
+            groups.append((request.entries.astype(dtype), entry_mask(request.visibility, request.indices)))
 
         logits = [_masked_logits(q, keys, mask, request.precision) for keys, mask in groups]
         peak = jax.lax.stop_gradient(jnp.max(jnp.stack([x.max(axis=-1, initial=-jnp.inf) for x in logits]), axis=0))
@@ -51,9 +52,9 @@ class Dense(Backend):
         return out.astype(request.q.dtype), lse
 
 
-def _entry_mask(request: AttentionRequest) -> Array:
-    """bool [B, S, C]: visible and, where there are indices, selected."""
-    mask, indices = request.visibility.entry_mask(), request.indices
+def entry_mask(visibility: Visibility, indices: Array | None) -> Array:
+    """bool [B, S, C]: visible and, where there are indices [B, S, K], selected."""
+    mask = visibility.entry_mask()
     if indices is None:
         return mask
     batch, length, slots = mask.shape

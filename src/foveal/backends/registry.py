@@ -7,8 +7,9 @@ import dataclasses
 from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
 from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.splash import Splash, SplashDynamic
 
-_PREFERENCE: tuple[Backend, ...] = (Chunked(), Dense())
+_PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense())
 """The order in which `implementation=None` tries them."""
 
 
@@ -49,16 +50,25 @@ def names() -> tuple[str, ...]:
     return tuple(backend.name for backend in _PREFERENCE)
 
 
-def explain(request: AttentionRequest, implementation: str | None) -> Explanation:
+def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ...], str | None]:
+    """All implementations, a configured one in the place of its namesake, and the name that was asked for."""
+    if isinstance(implementation, Backend):
+        name = implementation.name
+        return tuple(implementation if backend.name == name else backend for backend in _PREFERENCE), name
+    if implementation is not None and implementation not in names():
+        raise ValueError(f"implementation: expected None or one of {', '.join(names())}, got {implementation!r}")
+    return _PREFERENCE, implementation
+
+
+def explain(request: AttentionRequest, implementation: str | Backend | None) -> Explanation:
     """What each implementation would do with the call.
 
     Raises:
         ValueError: `implementation` is not the name of one.
     """
-    if implementation is not None and implementation not in names():
-        raise ValueError(f"implementation: expected None or one of {', '.join(names())}, got {implementation!r}")
-    refusals = {backend.name: backend.refusal(request) for backend in _PREFERENCE}
-    able = [backend for backend in _PREFERENCE if refusals[backend.name] is None]
+    candidates, implementation = _candidates(implementation)
+    refusals = {backend.name: backend.refusal(request) for backend in candidates}
+    able = [backend for backend in candidates if refusals[backend.name] is None]
     # Linear memory first: a quadratic one is nobody's silent choice while another can do the work.
     preferred = sorted(able, key=lambda backend: backend.quadratic)
     wanted = [b for b in able if b.name == implementation] if implementation is not None else preferred
@@ -73,10 +83,10 @@ def explain(request: AttentionRequest, implementation: str | None) -> Explanatio
         why = "asked for" if implementation is not None else "first choice"
         return Verdict(backend.name, runs, f"{why if runs else 'able'}; {memory}")
 
-    return Explanation(tuple(verdict(backend) for backend in _PREFERENCE))
+    return Explanation(tuple(verdict(backend) for backend in candidates))
 
 
-def choose(request: AttentionRequest, implementation: str | None) -> Backend:
+def choose(request: AttentionRequest, implementation: str | Backend | None) -> Backend:
     """The implementation that runs the call. A named one never gives way to another.
 
     Raises:
@@ -84,7 +94,8 @@ def choose(request: AttentionRequest, implementation: str | None) -> Backend:
         NotImplementedError: the named one, or every one, cannot do it; the message says why.
     """
     explanation = explain(request, implementation)
+    candidates, name = _candidates(implementation)
     if explanation.chosen is None:
-        what = "no implementation can do this" if implementation is None else f"{implementation!r} cannot do this"
+        what = "no implementation can do this" if name is None else f"{name!r} cannot do this"
         raise NotImplementedError(f"{what}:\n{explanation}")
-    return next(backend for backend in _PREFERENCE if backend.name == explanation.chosen)
+    return next(backend for backend in candidates if backend.name == explanation.chosen)

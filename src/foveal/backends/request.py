@@ -28,6 +28,7 @@ class AttentionRequest:
             and log-sum-exp are NaN, and no gradient comes from them. Or None for none.
         scale: of the logits.
         precision: of the matmuls.
+        return_lse: whether the log-sum-exp will be used.
     """
 
     q: Array
@@ -39,6 +40,7 @@ class AttentionRequest:
     scale: float
     precision: Precision
     tainted: Array | None = None
+    return_lse: bool = True
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:
@@ -47,8 +49,12 @@ class AttentionRequest:
 
     @property
     def platform(self) -> str:
-        """Where JAX would run this: "cpu", "gpu" or "tpu"."""
-        return jax.default_backend()
+        """Where this will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default.
+
+        A mesh of devices that are not here is how programs are compiled ahead of time.
+        """
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return jax.default_backend() if device is None else device.platform
 
 
 class Backend(abc.ABC):
@@ -74,4 +80,5 @@ class Backend(abc.ABC):
         """Output [B, S, H, D] in q's dtype and log-sum-exp [B, S, H] in the accumulation dtype.
 
         The output has the sinks in its denominator, the log-sum-exp is over the keys alone; both are differentiable.
+        Without `request.return_lse` the second may hold anything.
         """

@@ -26,7 +26,7 @@ REFERENCE_DOCUMENTS = 6
 """At most as many documents go to the reference, which compiles each of them anew."""
 
 _ALONE_TOKENS = 4096  # at most about as many in one call, so that memory does not grow with the number of documents
-_UNDECIDED = 1e-5  # a lead of a selected entry below this is rounding
+UNDECIDED = 1e-5  # a lead of a selected entry below this is rounding
 # The reference runs once a layer: to optimise it would take far longer than to run it.
 _COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
@@ -101,7 +101,7 @@ def check_layer(
     if layer_type is LayerType.CSA:
         slots, lead = selected_entries(layer, x, documents)
         selected = float((slots >= 0).sum(-1)[real].mean())
-        decided = real & (lead > _UNDECIDED)
+        decided = real & (lead > UNDECIDED)
         sample = _weightless_where(~decided, sample)
     step = compile_step(layer, "chunked")
     cotangents = pack_documents(sample.cotangents, x.shape[1]).values

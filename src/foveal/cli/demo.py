@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foveal.cli.console import make_console, progress
 from foveal.cli.errors import CliError, require
+from foveal.cli.numbers import int_between
 from foveal.config import LayerType
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         ("--seed", 0, 0, 2**31 - 1, "of parameters, embedding and loss"),
     )
     for name, default, low, high, what in numbers:
-        kind = _int_between(low, high)
+        kind = int_between(low, high)
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument(
         "--output",
@@ -75,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     text = read_text(args.paths)
     pieces = fit_rows(text.paragraphs, args.length, args.rows)
     sample = make_sample(pieces.documents, args.length, DEMO_CONFIG, args.seed)
-    console = _console()
+    console = make_console()
     console.print(_introduction(text, pieces, sample))
-    with _progress(console, STEPS_PER_LAYER * DEMO_CONFIG.num_layers + 1) as advance:
+    with progress(console, STEPS_PER_LAYER * DEMO_CONFIG.num_layers + 1) as advance:
         advance("picture")
         _save(lambda path: draw(text.paragraphs, args.seed, path), Path(args.output))
         reports = [
@@ -91,49 +90,12 @@ def run(args: argparse.Namespace) -> int:
     return _verdict(console, reports)
 
 
-def _int_between(low: int, high: int) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        try:
-            number = int(value)
-        except ValueError:
-            number = None
-        if number is None or not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {value!r}")
-        return number
-
-    return parse
-
-
 def _use_cpu() -> None:
     """The environment variable would come too late: importing foveal has imported jax, which read it."""
     if not os.environ.get("JAX_PLATFORMS"):
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-
-
-def _console() -> Console:
-    """Where the report goes; plain text, whatever the environment says, unless that is a terminal."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    width = None if terminal else 100
-    return Console(force_terminal=terminal, width=width, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar, on a terminal only; call what it gives before each step, with the step's name."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task, done = progress.add_task("", total=steps), itertools.count()
-
-        def advance(what: str) -> None:
-            progress.update(task, completed=next(done), description=what)
-
-        yield advance
 
 
 def _introduction(text: Text, pieces: Pieces, sample: Sample) -> str:

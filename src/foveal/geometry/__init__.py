@@ -5,7 +5,17 @@ Everything follows from one integer per token, the row at which its document beg
 
 from foveal.geometry.documents import Documents
 from foveal.geometry.packing import PackedDocuments, Placement, pack_documents
-from foveal.geometry.visibility import TileRanges, Visibility
+from foveal.geometry.visibility import TileRanges, Visibility, complete_windows, window_first
 from foveal.geometry.windows import WindowLayout
 
-__all__ = ["Documents", "PackedDocuments", "Placement", "TileRanges", "Visibility", "WindowLayout", "pack_documents"]
+__all__ = [
+    "Documents",
+    "PackedDocuments",
+    "Placement",
+    "TileRanges",
+    "Visibility",
+    "WindowLayout",
+    "complete_windows",
+    "pack_documents",
+    "window_first",
+]

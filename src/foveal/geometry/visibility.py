@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from foveal.geometry.documents import Documents
 from foveal.typing import Array, Bool, Int32
@@ -24,6 +25,19 @@ class TileRanges(NamedTuple):
     def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
         """First slot and one past the last that any query of the tile sees: no range's end decreases along the rows."""
         return self.entry_first[:, 0].min(), self.entry_end[:, -1].max()
+
+
+T = TypeVar("T", int, np.ndarray, jax.Array)
+
+
+def window_first(row: T, sliding_window: int) -> T:
+    """First row that the window of the query at `row` reaches, below 0 at the start. The last is `row` itself."""
+    return row - (sliding_window - 1)
+
+
+def complete_windows(position: T, compress_ratio: int) -> T:
+    """How many entries of its own document a token at `position` sees: one for each window that it or earlier ends."""
+    return (position + 1) // compress_ratio
 
 
 @jax.tree_util.register_dataclass
@@ -96,14 +110,15 @@ class Visibility:
 
     def _window_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
         rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
-        return jnp.maximum(start, rows - (self.sliding_window - 1)), rows + 1
+        first = window_first(rows, self.sliding_window)
+        return jnp.maximum(start, first), rows + 1
 
     def _entry_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
         if not self.compress_ratio:
             return jnp.zeros_like(start), jnp.zeros_like(start)
         rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
         first = start // self.compress_ratio
-        return first, first + (rows - start + 1) // self.compress_ratio
+        return first, first + complete_windows(rows - start, self.compress_ratio)
 
     @property
     def window_counts(self) -> Int32[Array, "B S"]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from foveal.backends.request import Backend
 from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.nn.compressor import Compressor
@@ -88,7 +89,7 @@ class CompressedAttention(nnx.Module):
         *,
         documents: Documents | None = None,
         select: Literal["top_k", "all"] = "top_k",
-        implementation: str | None = None,
+        implementation: str | Backend | None = None,
     ) -> Float[Array, "B S E"]:
         """Attention of hidden states to themselves.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from foveal.backends import registry
 from foveal.backends.registry import Explanation
-from foveal.backends.request import AttentionRequest
+from foveal.backends.request import AttentionRequest, Backend
 from foveal.geometry import Visibility
 from foveal.typing import Array, Bool, Float, Int, Int32, Precision
 
@@ -28,7 +28,7 @@ def core_attention(
     scale: float | int | None = None,
     precision: Precision = None,
     return_lse: Literal[False] = False,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> Float[Array, "B S H D"]: ...
 
 
@@ -44,7 +44,7 @@ def core_attention(
     scale: float | int | None = None,
     precision: Precision = None,
     return_lse: Literal[True],
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]: ...
 
 
@@ -59,7 +59,7 @@ def core_attention(
     scale: float | int | None = None,
     precision: Precision = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> Float[Array, "B S H D"] | tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
     """DeepSeek-V4's attention over the sliding window and the compressed entries (arXiv 2606.19348, section 2.3).
 
@@ -83,7 +83,8 @@ def core_attention(
         scale: of the logits, D ** -0.5 by default.
         precision: of the matmuls, as in `jax.lax.dot_general`.
         return_lse: also return the log-sum-exp of the logits.
-        implementation: a name, or None for the best that can; `explain` tells which.
+        implementation: a name, or one configured (`foveal.Splash`), or None for the best that can; `explain` tells
+            which that is.
 
     Returns:
         [B, S, H, D] in q's dtype. With `return_lse` also [B, S, H] in float32 (float64): the log-sum-exp over the keys
@@ -95,6 +96,7 @@ def core_attention(
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
+    request = dataclasses.replace(request, return_lse=return_lse)
     backend = registry.choose(request, implementation)
     out, lse = backend(_isolate_non_finite(_canonical(request)))
     return (out, lse) if return_lse else out
@@ -110,7 +112,7 @@ def explain(
     sinks: Float[Array, " H"] | None = None,
     scale: float | int | None = None,
     precision: Precision = None,
-    implementation: str | None = None,
+    implementation: str | Backend | None = None,
 ) -> Explanation:
     """Which implementation `core_attention` would run for these arguments, and why the others would not.
 

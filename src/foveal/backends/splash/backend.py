@@ -1,0 +1,148 @@
+"""The two backends: a mask known while tracing, and one that is data."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.splash.blocks import SplashBlocks
+from foveal.backends.splash.layout import KeyLayout
+from foveal.geometry import Visibility
+from foveal.typing import Array
+
+Results = tuple[Array, Array]
+
+_MASK_LIMIT = 1 << 35
+"""Elements of a mask in memory, one batch row's, beyond which `splash_dynamic` refuses: 185000 rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _SplashBackend(Backend):
+    """What both share.
+
+    Attributes:
+        blocks: sizes of tiles, or None for the table's (`SplashBlocks.of`).
+        interpret: emulate a TPU where there is none, very slowly: for tests.
+    """
+
+    blocks: SplashBlocks | None = None
+    interpret: bool = False
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """What keeps any Splash kernel from running."""
+        if importlib.util.find_spec("tokamax") is None:
+            return "Tokamax is not installed (pip install 'foveal[tpu]')"
+        if request.platform != "tpu" and not self.interpret:
+            return f"its kernels run on TPUs, not on {request.platform}"
+        if request.q.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"its kernels take float32 and bfloat16, not {request.q.dtype}"
+        if request.precision not in (None, "default", jax.lax.Precision.DEFAULT):
+            return "its kernels have no choice of matmul precision"
+        return None
+
+    def _attend(self, request: AttentionRequest, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:
+        # Imported late: Tokamax takes more than a second to import, and need not be installed.
+        from foveal.backends.splash.kernel import Call
+        from foveal.backends.splash.rows import Arrays, Plan, attend
+
+        if request.q.size == 0:
+            return jnp.zeros_like(request.q), jnp.full(request.q.shape[:3], -jnp.inf, request.accumulation_dtype)
+        visibility = request.visibility
+        heads = request.q.shape[2] // _devices_along(sharding, 2)
+        sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
+        call = Call(sizes, self.interpret)
+        return attend(Plan(call, layout, request.scale, request.return_lse, dynamic, sharding), Arrays.of(request))
+
+    def _sizes(self, heads: int, visibility: Visibility, *, dynamic: bool) -> tuple[SplashBlocks, KeyLayout]:
+        from foveal.backends.splash.kernel import CAN_STACK_HEADS
+
+        sizes, length, slots = self.blocks, visibility.documents.shape[1], visibility.slots
+        if sizes is None:
+            window = visibility.sliding_window
+            sizes = SplashBlocks.of(
+                length, slots, heads, sliding_window=window, can_stack=CAN_STACK_HEADS, dynamic=dynamic
+            )
+        q_block, kv_block = math.lcm(sizes.q, sizes.q_backward), math.lcm(sizes.kv, sizes.kv_backward)
+        return sizes, KeyLayout.of(length, slots, q_block, kv_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splash(_SplashBackend):
+    """Tokamax's Splash Attention with a mask known while tracing: sliding and HCA layers.
+
+    Nothing of who sees what exists at run time but a list of the tiles that are not empty and the few distinct partial
+    ones; packed documents add one integer a row and key.
+
+    Attributes:
+        sharding: how q's axes [B, S, H, D] lie on the mesh in context, for `jax.shard_map`; None where the call is not
+            sharded, or inside a `shard_map` already. An axis over S is refused.
+    """
+
+    name = "splash"
+    quadratic = False
+
+    sharding: PartitionSpec | None = None
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Selected entries, unaligned documents and a sharded sequence, besides what no Splash kernel can."""
+        refusal = super().refusal(request)
+        if refusal is not None:
+            return refusal
+        if request.indices is not None and request.entries is not None:
+            return "which entries are selected is data, and its mask is known while tracing"
+        documents, ratio = request.visibility.documents, request.visibility.compress_ratio
+        if ratio and documents.alignment % ratio:
+            return (
+                f"documents may start anywhere (alignment {documents.alignment}); its mask needs them at multiples of "
+                f"compress_ratio {ratio}, as pack_documents(align={ratio}) puts them"
+            )
+        _, rows, _, dim = (*(self.sharding or ()), None, None, None, None)[:4]
+        if rows is not None:
+            return f"mesh axis {rows!r} over the sequence: windows and entries would cross devices"
+        if dim is not None:
+            return f"mesh axis {dim!r} over the head dim: logits would be sums over devices"
+        return None
+
+    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+        """See `Backend`."""
+        return self._attend(request, dynamic=False, sharding=self.sharding)
+
+    def build_masks(self, heads: int, visibility: Visibility) -> None:
+        """Does the host's part for rows like these, and `heads` a device: tracing a call then finds it done."""
+        from foveal.backends.splash.rows import static_masks_of
+
+        sizes, layout = self._sizes(heads, visibility, dynamic=False)
+        static_masks_of(layout, visibility, sizes)
+
+
+def _devices_along(sharding: PartitionSpec | None, axis: int) -> int:
+    """Over how many devices of the mesh in context an axis is spread."""
+    names = sharding[axis] if sharding is not None and len(sharding) > axis else None
+    names = names if isinstance(names, tuple) else () if names is None else (names,)
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplashDynamic(_SplashBackend):
+    """Tokamax's Splash Attention with a mask that is data: any layer, any documents, at S x (S + C) bytes a row."""
+
+    name = "splash_dynamic"
+    quadratic = True
+
+    def refusal(self, request: AttentionRequest) -> str | None:
+        """Masks of more than 2^35 elements, besides what no Splash kernel can."""
+        refusal = super().refusal(request)
+        length = request.q.shape[1]
+        if refusal is None and length * (length + request.visibility.slots) > _MASK_LIMIT:
+            return f"a mask of {length} x {length + request.visibility.slots} elements; {_MASK_LIMIT} is the limit"
+        return refusal
+
+    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+        """See `Backend`."""
+        return self._attend(request, dynamic=True, sharding=None)

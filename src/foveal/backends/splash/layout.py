@@ -1,0 +1,42 @@
+"""Where raw keys and entries stand among the columns of one key array."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyLayout:
+    """Rows of queries, and columns [window keys | padding | entries | padding].
+
+    The window part has a column for every padded row, so that each padded row can see its own and none sees nothing:
+    Splash leaves the output of a block of queries that see nothing uninitialised.
+
+    Attributes:
+        rows: S, the true length.
+        slots: C, the entries; 0 for none.
+        padded_rows: rows with padding.
+        entry_start: column of the first entry.
+        columns: with padding.
+    """
+
+    rows: int
+    slots: int
+    padded_rows: int
+    entry_start: int
+    columns: int
+
+    @classmethod
+    def of(cls, rows: int, slots: int, q_block: int, kv_block: int) -> KeyLayout:
+        """The least padding that `q_block` and `kv_block` divide, with the entries at the start of a block.
+
+        Three blocks of columns at least: with fewer, Tokamax 0.0.12's backward kernel reads sums before they are
+        written.
+        """
+        padded_rows = _up(rows, q_block)
+        entry_start = _up(padded_rows, kv_block)
+        return cls(rows, slots, padded_rows, entry_start, max(_up(entry_start + slots, kv_block), 3 * kv_block))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,61 @@
+"""Who sees what in an unpacked row, as a Splash Attention mask known while tracing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask import Mask
+
+from foveal.backends.splash.layout import KeyLayout
+from foveal.geometry import complete_windows, window_first
+
+
+@dataclasses.dataclass(frozen=True)
+class HCAStaticMask(Mask):
+    """Rows of queries against columns [window keys | padding | entries | padding]; `mask[rows, columns]` are bools.
+
+    A real row sees the last `sliding_window` rows and the entries of the windows complete by then, as `Visibility` has
+    it for a row that is one document; a padded row exactly its own column. Nothing is inferred from shapes. Two masks
+    of the same numbers are equal and hash alike.
+
+    Attributes:
+        layout: where rows, raw keys and entries stand.
+        sliding_window: W.
+        compress_ratio: m; 0 without entries.
+
+    Raises:
+        ValueError: a layout in which a padded row has no column, or with other entries than rows // compress_ratio.
+    """
+
+    layout: KeyLayout
+    sliding_window: int
+    compress_ratio: int
+
+    def __post_init__(self) -> None:
+        """Checks that the numbers fit each other."""
+        at, ratio = self.layout, self.compress_ratio
+        slots = at.rows // ratio if ratio else 0
+        if at.slots != slots:
+            raise ValueError(f"layout: expected rows // compress_ratio = {slots} slots, got {at}")
+        if not at.rows <= at.padded_rows <= at.entry_start <= at.columns - slots:
+            raise ValueError(f"layout: expected rows <= padded_rows <= entry_start <= columns - slots, got {at}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Padded rows and columns."""
+        return self.layout.padded_rows, self.layout.columns
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        """Bools of a slice of rows and a slice of columns."""
+        row, column = (np.arange(size)[part] for part, size in zip(index, self.shape, strict=True))
+        return self.at(row[:, None], column[None, :])
+
+    def at(self, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """Bools for integer arrays of rows and columns that broadcast against each other."""
+        real = row < self.layout.rows
+        seen = (column >= window_first(row, self.sliding_window)) & (column <= row)
+        if self.compress_ratio:
+            slot = column - self.layout.entry_start
+            seen = seen | ((slot >= 0) & (slot < complete_windows(row, self.compress_ratio)))
+        return np.where(real, seen, column == row)

@@ -1,0 +1,217 @@
+"""`foveal compile`: what the TPU compiler makes of attention, without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from foveal.aot import TARGETS
+from foveal.cli.console import make_console, progress
+from foveal.cli.errors import CliError, require
+from foveal.cli.numbers import int_between
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DESCRIPTION = """\
+Compiles core attention or a whole layer for TPUs that are not here, each case in a process of its own, and prints what
+the compiler says: whether it compiles, how long that takes, and the memory it plans. Sizes are those of a published
+model. Nothing is run: no times of a TPU come of this.
+"""
+_LEGEND = """\
+mask, lower, compile: CPU seconds of listing the mask's tiles, of tracing and lowering, of the compiler. HBM: arguments,
+results and temporaries of one chip. least: the useful operations or bytes over the chip's rates, whichever is more.
+"""
+_SPEC = "--case-json"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCase:
+    """One program to compile."""
+
+    target: str
+    what: str
+    layer: str
+    preset: str
+    length: int
+    implementation: str
+    backward: bool
+    batch: int
+    dtype: str
+    mesh: tuple[tuple[str, int], ...]
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `foveal compile`."""
+    summary = "compile attention for TPUs without a TPU, and report memory and verdicts"
+    parser = subparsers.add_parser("compile", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("--target", choices=tuple(TARGETS), default="v5p", help="the TPU (default: %(default)s)")
+    add("--what", choices=("core", "layer"), default="core", help="core attention or a whole layer (default: core)")
+    add("--layer", choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
+    add("--preset", choices=("flash", "pro", "tiny"), default="flash", help="whose sizes (default: flash)")
+    lengths = _list_of(int_between(1, 1 << 24))
+    add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens in a row (default: 4096)")
+    add(
+        "--implementation",
+        type=_list_of(str),
+        default=["splash"],
+        metavar="NAME,...",
+        help="of core attention: splash, splash_dynamic, chunked, dense (default: splash)",
+    )
+    add("--backward", action="store_true", help="the backward pass too")
+    add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations (default: bfloat16)")
+    add("--mesh", type=_mesh, default=(), metavar="AXIS=N,...", help="several chips: data=N,tensor=N (default: one)")
+    add(
+        "--timeout", type=int_between(1, 86400), default=900, metavar="S", help="seconds a case may take (default: 900)"
+    )
+    add("--json", action="store_true", help="print a line of JSON a case instead of a table")
+    add(_SPEC, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles every case: 0 if all compile, 1 if not.
+
+    Raises:
+        CliError: bad arguments, or rich or libtpu are missing.
+    """
+    if args.case_json:  # the process of one case
+        from foveal.cli.compile_case import compile_case
+
+        print(json.dumps(compile_case(_from_json(args.case_json))))
+        return 0
+    require(("rich",), "demo")
+    if importlib.util.find_spec("libtpu") is None:
+        raise CliError("libtpu is missing: install foveal[tpu-aot]")
+    cases = _cases(args)
+    console = make_console()
+    rows = []
+    with progress(console, len(cases), disable=args.json) as advance:
+        for case in cases:
+            advance(f"{case.layer} S={case.length} {case.implementation}")
+            rows.append({**dataclasses.asdict(case), **_in_a_process(case, args.timeout)})
+            if args.json:
+                print(json.dumps(rows[-1]), flush=True)
+    if not args.json:
+        console.print(_table(rows))
+        console.print(_LEGEND)
+        for row in rows:
+            if row["message"]:
+                console.print(f"{row['implementation']}, S = {row['length']}: {row['message']}")
+    return int(any(row["verdict"] != "compiles" for row in rows))
+
+
+def _cases(args: argparse.Namespace) -> list[CompileCase]:
+    from foveal.backends import registry
+
+    unknown = [name for name in args.implementation if name not in registry.names()]
+    if unknown:
+        raise CliError(f"--implementation: expected some of {', '.join(registry.names())}, got {unknown[0]!r}")
+    known = ("data", "tensor")
+    for axis, _ in args.mesh:
+        if axis not in known:
+            raise CliError(f"--mesh: expected axes of {', '.join(known)}, got {axis!r}")
+    return [
+        CompileCase(
+            args.target,
+            args.what,
+            args.layer,
+            args.preset,
+            length,
+            implementation,
+            args.backward,
+            args.batch,
+            args.dtype,
+            args.mesh,
+        )
+        for length, implementation in itertools.product(args.seq, args.implementation)
+    ]
+
+
+def _from_json(text: str) -> CompileCase:
+    fields = json.loads(text)
+    return CompileCase(**{**fields, "mesh": tuple((axis, size) for axis, size in fields["mesh"])})
+
+
+def _in_a_process(case: CompileCase, timeout: int) -> dict[str, Any]:
+    """The case's report. Some mistakes of kernels make the compiler end its process: that is a report too."""
+    command = [sys.executable, "-m", "foveal.cli", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"verdict": "timeout", "message": f"not done after {timeout} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    return {
+        "verdict": "died" if done.returncode < 0 else "error",
+        "message": f"exit code {done.returncode}: {_last_words(done.stderr)}"[:400],
+    }
+
+
+def _last_words(stderr: str) -> str:
+    """The exception that ended a process, on one line, or the last that it said."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    if raised:
+        lines = list(itertools.takewhile(lambda line: not line.startswith("---"), lines[raised[-1] :]))
+        return " ".join(" ".join(lines).split())
+    return lines[-1].strip() if lines else "no message"
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    first = rows[0]
+    passes = "forward and backward" if first["backward"] else "forward"
+    mesh = ", ".join(f"{axis} {size}" for axis, size in first["mesh"]) or "one chip"
+    title = (
+        f"{first['layer'].upper()} {first['what']}, {first['preset']}, {passes}, {first['dtype']}, "
+        f"batch {first['batch']}, {first['target']}, {mesh}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in ("S", "implementation", "verdict"):
+        table.add_column(name, justify="right" if name == "S" else "left", no_wrap=True)
+    for name in ("mask s", "lower s", "compile s", "HBM GiB", "temp GiB", "least ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row["length"]),
+            row["implementation"],
+            row["verdict"],
+            *(_number(row.get(key)) for key in ("mask_seconds", "lower_seconds", "compile_seconds")),
+            *(_number(row.get(key), 2**30) for key in ("peak_bytes", "temporary_bytes")),
+            _number(row.get("roofline_seconds"), 1e-3),
+        )
+    return table
+
+
+def _number(value: float | int | None, unit: float | int = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:.2f}"
+
+
+def _list_of(parse: Any) -> Any:
+    def parse_list(value: str) -> list[Any]:
+        return [parse(part) for part in value.split(",")]
+
+    return parse_list
+
+
+def _mesh(value: str) -> tuple[tuple[str, int], ...]:
+    axes = []
+    for part in value.split(","):
+        axis, _, size = part.partition("=")
+        axes.append((axis, int_between(1, 1024)(size)))
+    return tuple(axes)

@@ -1,0 +1,162 @@
+"""One case of `foveal compile`, in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from foveal.aot import TARGETS, compile_report, device_mesh
+from foveal.backends.request import Backend
+from foveal.backends.splash import Splash
+from foveal.cli.compile import CompileCase
+from foveal.cli.errors import require
+from foveal.config import AttentionConfig, LayerType
+from foveal.flops import core_cost, layer_cost
+from foveal.geometry import Documents, Visibility
+from foveal.nn import CompressedAttention
+from foveal.ops.core_attention import core_attention
+
+_PRESETS = {
+    "flash": AttentionConfig.deepseek_v4_flash,
+    "pro": AttentionConfig.deepseek_v4_pro,
+    "tiny": AttentionConfig.tiny,
+}
+_LAYERS = {"hca": LayerType.HCA, "csa": LayerType.CSA, "sliding": LayerType.SLIDING}
+_RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
+"""Which mesh axis a parameter's logical axis lies on; the others are replicated."""
+
+
+def compile_case(case: CompileCase) -> dict[str, Any]:
+    """The report, as fields."""
+    mesh = device_mesh(case.target, dict(case.mesh) or None)
+    config, layer_type = _PRESETS[case.preset](), _LAYERS[case.layer]
+    axes = dict(case.mesh)
+    rows, heads = ("data" if "data" in axes else None), ("tensor" if "tensor" in axes else None)
+    implementation: str | Backend = case.implementation
+    mask_seconds = None
+    if implementation == "splash":
+        implementation = Splash(sharding=PartitionSpec(rows, None, heads) if case.mesh else None)
+        require(("tokamax",), "tpu")
+        mask_seconds = _build_masks(implementation, case.length, config, layer_type, axes.get("tensor", 1))
+    build = _core if case.what == "core" else _layer
+    function, args = build(case, config, layer_type, implementation, mesh, (rows, heads))
+    report = compile_report(function, *args, mesh=mesh)
+    cost = (core_cost if case.what == "core" else layer_cost)(
+        config,
+        layer_type,
+        Documents.unpacked(case.batch, case.length),
+        bytes_per_element=jnp.dtype(case.dtype).itemsize,
+        backward=case.backward,
+    )
+    target = TARGETS[case.target]
+    least = max(cost.operations / target.operations_per_second, cost.bytes / target.bytes_per_second) / mesh.size
+    return dataclasses.asdict(report) | {
+        "peak_bytes": report.peak_bytes,
+        "mask_seconds": mask_seconds,
+        "roofline_seconds": least,
+        "jax": jax.__version__,
+    }
+
+
+def _build_masks(splash: Splash, length: int, config: AttentionConfig, layer_type: LayerType, shards: int) -> float:
+    """CPU seconds; a first mask, whose size matters little, leaves out what is spent once on imports."""
+    ratio = config.compress_ratio(layer_type)
+    seconds = 0.0
+    for rows in (1, length):
+        visibility = Visibility(Documents.unpacked(1, rows), config.sliding_window, ratio)
+        start = time.process_time()
+        splash.build_masks(config.num_attention_heads // shards, visibility)
+        seconds = time.process_time() - start
+    return seconds
+
+
+Axes = tuple[str | None, str | None]
+
+
+def _core(
+    case: CompileCase,
+    config: AttentionConfig,
+    layer_type: LayerType,
+    implementation: str | Backend,
+    mesh: Mesh,
+    axes: Axes,
+) -> tuple[Callable[..., Any], list[Any]]:
+    rows, heads = axes
+    dim, dtype = config.head_dim, jnp.dtype(case.dtype)
+    visibility = Visibility(
+        Documents.unpacked(case.batch, case.length), config.sliding_window, config.compress_ratio(layer_type)
+    )
+
+    def struct(*shape: int, dtype: Any = dtype, spec: tuple = (rows,)) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    q = struct(case.batch, case.length, config.num_attention_heads, dim, spec=(rows, None, heads))
+    args: list[Any] = [q, struct(case.batch, case.length, dim), struct(case.batch, visibility.slots, dim)]
+    args.append(struct(config.num_attention_heads, dtype=jnp.float32, spec=(heads,)))
+    indices = None
+    if layer_type is LayerType.CSA:
+        chosen = min(config.index_topk, visibility.slots)
+        indices = struct(case.batch, case.length, chosen, dtype=jnp.int32)
+
+    def forward(indices: Any, *operands: Any) -> Any:
+        q, kv, entries, sinks = operands
+        return core_attention(
+            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, implementation=implementation
+        )
+
+    return _with_backward(case, forward, indices, args, q)
+
+
+def _layer(
+    case: CompileCase,
+    config: AttentionConfig,
+    layer_type: LayerType,
+    implementation: str | Backend,
+    mesh: Mesh,
+    axes: Axes,
+) -> tuple[Callable[..., Any], list[Any]]:
+    rows, heads = axes
+
+    def make() -> CompressedAttention:
+        dtype = jnp.dtype(case.dtype)
+        return CompressedAttention(config, layer_type=layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    rules = [(axis, mesh_axis if heads else None) for axis, mesh_axis in _RULES.items()]
+
+    def place(variable: Any) -> Any:
+        names = variable.get_metadata().get("out_sharding") or ()
+        spec = PartitionSpec(*(dict(rules).get(name) for name in names))
+        value = variable.get_value()
+        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec)))
+
+    params = jax.tree.map(place, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    x = jax.ShapeDtypeStruct(
+        (case.batch, case.length, config.hidden_size),
+        jnp.dtype(case.dtype),
+        sharding=NamedSharding(mesh, PartitionSpec(rows)),
+    )
+
+    def forward(_: Any, params: Any, x: Any) -> Any:
+        return nnx.merge(graph, params)(x, implementation=implementation)
+
+    return _with_backward(case, forward, None, [params, x], x)
+
+
+def _with_backward(
+    case: CompileCase, forward: Callable[..., Any], data: Any, args: list[Any], cotangent: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`forward(data, *args)`, with the gradients of `args` if they are asked for."""
+
+    def both(cotangent: Any, data: Any, *args: Any) -> Any:
+        out, pull = jax.vjp(lambda *args: forward(data, *args), *args)
+        return out, pull(cotangent)
+
+    return (both, [cotangent, data, *args]) if case.backward else (forward, [data, *args])

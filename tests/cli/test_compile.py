@@ -1,0 +1,101 @@
+"""`foveal compile`."""
+
+import json
+
+import pytest
+
+from foveal.cli import compile as command
+from foveal.cli.main import main
+
+TINY = ["compile", "--preset", "tiny", "--target", "v5e"]
+
+
+def rows_of(capsys, *arguments: str) -> list[dict]:
+    main([*arguments, "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_of_json_a_case(capsys):
+    rows = rows_of(capsys, *TINY, "--seq", "512,1024", "--implementation", "splash,chunked", "--backward")
+    assert [(r["length"], r["implementation"], r["verdict"]) for r in rows] == [
+        (512, "splash", "compiles"),
+        (512, "chunked", "compiles"),
+        (1024, "splash", "compiles"),
+        (1024, "chunked", "compiles"),
+    ]
+    for row in rows:
+        assert row["peak_bytes"] > row["temporary_bytes"] >= 0
+        assert row["roofline_seconds"] > 0
+        assert (row["mask_seconds"] is not None) == (row["implementation"] == "splash")
+
+
+def test_a_whole_layer_on_several_chips(capsys):
+    """Heads and batch apart: a chip has less to hold than alone."""
+    sizes = ("--what", "layer", "--batch", "2", "--seq", "512", "--implementation", "splash")
+    alone, apart = rows_of(capsys, *TINY, *sizes) + rows_of(capsys, *TINY, *sizes, "--mesh", "data=2,tensor=2")
+    assert alone["verdict"] == apart["verdict"] == "compiles"
+    assert apart["argument_bytes"] < alone["argument_bytes"]
+
+
+def test_a_refusal_is_reported_with_its_reason(capsys):
+    assert main([*TINY, "--layer", "csa", "--implementation", "splash", "--seq", "512"]) == 1
+    printed = capsys.readouterr().out
+    assert "error" in printed
+    assert "selected" in printed
+
+
+def test_the_table(capsys, monkeypatch):
+    report = {"verdict": "compiles", "message": "", "mask_seconds": None, "peak_bytes": 3 << 30, "temporary_bytes": 1}
+    monkeypatch.setattr(command, "_in_a_process", lambda case, timeout: report | {"roofline_seconds": 0.25})
+    assert main(["compile", "--seq", "4096", "--implementation", "chunked"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "4096" in line)
+    assert line.split() == ["4096", "chunked", "compiles", "-", "-", "-", "3.00", "0.00", "250.00"]
+
+
+def test_a_compiler_that_dies_or_hangs_is_a_verdict(monkeypatch):
+    case = command.CompileCase("v5e", "core", "hca", "tiny", 512, "chunked", False, 1, "bfloat16", ())
+    assert command._in_a_process(case, 0)["verdict"] == "timeout"
+    monkeypatch.setattr(command.sys, "executable", "false")  # ends with code 1 and no word
+    assert command._in_a_process(case, 60) == {"verdict": "error", "message": "exit code 1: no message"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--seq", "0"], "--seq"),
+        (["--seq", "x"], "--seq"),
+        (["--implementation", "nonsense"], "--implementation: expected some of"),
+        (["--mesh", "sequence=2"], "--mesh: expected axes of data, tensor"),
+        (["--mesh", "data"], "--mesh"),
+        (["--target", "v1"], "--target"),
+    ],
+)
+def test_bad_arguments_end_in_one_line_and_code_2(capsys, arguments, complaint):
+    assert main(["compile", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert main(["compile"]) == 2
+    assert "install foveal[tpu-aot]" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_static_masks_at_the_lengths_they_are_for(capsys):
+    """Flash's sizes on one v5p of 95 GB: 131072 rows forward and backward, and half the memory of a dynamic mask."""
+    (row,) = rows_of(capsys, "compile", "--seq", "131072", "--backward")
+    assert row["verdict"] == "compiles"
+    assert row["peak_bytes"] < 52 << 30  # measured: 51.0 GiB
+    static, dynamic = rows_of(capsys, "compile", "--seq", "65536", "--implementation", "splash,splash_dynamic")
+    assert static["peak_bytes"] < 0.52 * dynamic["peak_bytes"]
+    assert static["temporary_bytes"] < 1 << 28
+
+
+@pytest.mark.slow
+def test_a_whole_layer_at_131072_rows(capsys):
+    (row,) = rows_of(capsys, "compile", "--what", "layer", "--seq", "131072", "--backward")
+    assert row["verdict"] == "compiles"
+    assert row["peak_bytes"] < 69 << 30  # measured: 68.2 GiB

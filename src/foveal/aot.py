@@ -185,9 +185,7 @@ def compile_report(
 def _refusal(error: str) -> tuple[str, str]:
     """Which memory was too small, and the compiler's first words."""
     message = " ".join(error.split())
-    found = re.search(
-        r"memory space (hbm|vmem|smem)|(Hbm|Vmem|Smem)Oom|(smem|vmem|hbm)", message, re.I
-    )
+    found = re.search(r"memory space (hbm|vmem|smem)|(Hbm|Vmem|Smem)Oom|(smem|vmem|hbm)", message, re.I)
     kind = "error"
     if found and re.search(r"RESOURCE_EXHAUSTED|Ran out of memory|Oom|exceed", message, re.I):
         kind = next(group for group in found.groups() if group).upper()

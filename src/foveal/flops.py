@@ -1,8 +1,9 @@
 """Useful work of a layer: operations, bytes and visible keys, counted from the geometry, not from an implementation.
 
-A multiplication and the addition it feeds are two operations. Of operations only what the mathematics needs is counted:
-masked scores, recomputation and padding are not, so that operations over time is an honest utilisation. A backward pass
-counts 2.5 forward passes for the core (five matmuls after two) and 2 for a projection.
+A multiplication and the addition it feeds are two operations. Masked scores and padding are not counted, so that
+operations over time is an honest utilisation. A backward pass counts 2.5 forward passes for the core, five matmuls
+after two as is usual (arXiv 2307.08691): one of the five computes the scores again, which a backward pass that does not
+keep them cannot avoid. It counts 2 for a projection.
 """
 
 from __future__ import annotations

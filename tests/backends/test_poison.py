@@ -79,3 +79,17 @@ def test_what_is_no_array_is_refused_by_name(monkeypatch):
     visibility = Visibility(Documents.unpacked(1, 4), 2)
     with pytest.raises(ValueError, match=r"^sinks: expected an array, got list"):
         core_attention(jnp.zeros((1, 4, 1, 2)), jnp.zeros((1, 4, 2)), visibility=visibility, sinks=[0.0])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@every_implementation
+def test_infinity_in_a_query_shows_whatever_the_signs_of_the_keys(implementation):
+    """Also where every logit is -inf, which must not be taken for a query that sees nothing."""
+    q, kv = np.ones((1, 9, 1, 8), np.float32), np.ones((1, 9, 8), np.float32)
+    q[0, 0, 0, 2], kv[0, 0, 2] = np.inf, -1.0
+    visibility = Visibility(Documents.unpacked(1, 9), 4)
+    out, lse = core_attention(
+        jnp.asarray(q), jnp.asarray(kv), visibility=visibility, return_lse=True, implementation=implementation
+    )
+    assert np.isnan(out[0, 0]).all()
+    assert np.isnan(lse[0, 0]).all()
+    assert np.isfinite(out[0, 1:]).all()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
-from foveal.backends.chunked.tiles import Operands
+from foveal.backends.chunked.tiles import Operands, varying
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.typing import Array
 
@@ -35,7 +35,8 @@ class Chunked(Backend):
             return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, wide)
         entries = kv[:, :0] if request.entries is None else request.entries
         operands = Operands(q, kv, entries, request.sinks, request.visibility, request.indices, request.tainted)
-        return _attention(Plan.of(request), operands)
+        # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
+        return _attention(Plan.of(request), varying(operands, operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -23,6 +23,7 @@ from foveal.backends.chunked.tiles import (
     stored,
     tile_at,
     tile_count,
+    varying,
     window_columns,
     window_start,
 )
@@ -79,6 +80,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         jnp.zeros(entries.shape, wide),
         None if sinks is None else jnp.zeros(sinks.shape, wide),
     )
+    start = varying(start, (operands, d_out, d_lse))
     grads = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
     return grads._replace(q=restored(grads.q))
 
@@ -161,7 +163,7 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Arr
         return (weights * (d_weights + rows.offset[..., None]) * plan.scale).astype(narrow)
 
     if plan.shield:
-        d_scores = jax.lax.cond(tile.row >= 0, score_gradients, lambda: jnp.zeros(weights.shape, narrow))
+        d_scores = jax.lax.cond(tile.row >= 0, score_gradients, lambda: jnp.zeros_like(weights, narrow))
     else:
         d_scores = score_gradients()
     d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, weights.astype(narrow), rows.g, columns)

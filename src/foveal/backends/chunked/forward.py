@@ -21,6 +21,7 @@ from foveal.backends.chunked.tiles import (
     stored,
     tile_at,
     tile_count,
+    varying,
     window_columns,
 )
 from foveal.backends.sinks import share_of_keys
@@ -46,16 +47,19 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tile_at(plan, operands, i)
         state = _attend(plan, operands, sources, tile)
+        # A weight of one is among the keys of a query that sees any, unless infinity in the query left none.
         seen = state.total != 0.0  # true for NaN, which must show
         total = jnp.where(seen, state.total, 1.0)
-        lse = jnp.where(seen, state.peak + jnp.log(total), -jnp.inf)
-        factor = share_of_keys(lse, operands.sinks) / total
+        nothing = jnp.where(tile.ranges.window_end > tile.ranges.window_first, jnp.nan, -jnp.inf)
+        lse = jnp.where(seen, state.peak + jnp.log(total), nothing[..., None].astype(wide))
+        factor = jnp.where(jnp.isnan(lse), jnp.nan, share_of_keys(lse, operands.sinks) / total)
         if operands.tainted is not None:
             tainted = tile.take(operands.tainted)[..., None]
             factor, lse = jnp.where(tainted, jnp.nan, factor), jnp.where(tainted, jnp.nan, lse)
         return tile.put(carry[0], state.values * factor[..., None]), tile.put(carry[1], lse)
 
     start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], wide)
+    start = varying(start, operands)
     out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
     return restored(out), lse
 

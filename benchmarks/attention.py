@@ -84,6 +84,7 @@ def measure(case: Case, rounds: int, *, memory: bool) -> dict[str, Any]:
     seconds = interleaved(
         {name: contender.run for name, contender in ready.items()} | {"peak": matmul_rate(case.dtype, PEAK_SIZE)},
         rounds,
+        settle=frozenset({"peak"}),
     )
     peak = 2 * PEAK_SIZE**3 / seconds.pop("peak")
     cost = (core_cost if case.what == "core" else layer_cost)(

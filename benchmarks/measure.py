@@ -13,13 +13,19 @@ import jax.numpy as jnp
 Run = Callable[[], object]
 
 
-def interleaved(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of each, taken in turn so that a disturbance hits all alike. Each is warmed up once."""
+def interleaved(runs: Mapping[str, Run], rounds: int, *, settle: frozenset[str] = frozenset()) -> dict[str, float]:
+    """Median CPU seconds of each, taken in turn so that a disturbance hits all alike. Each is warmed up once.
+
+    What is in `settle` is run once more, untimed, before each time: for something short that follows on something
+    long, whose memory and caches it would otherwise pay for.
+    """
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            if name in settle:
+                run()
             start = time.process_time()
             run()
             seconds[name].append(time.process_time() - start)

@@ -135,6 +135,13 @@ def test_times_are_medians_after_a_warm_up():
     assert all(0 <= taken < 1 for taken in seconds.values())
 
 
+def test_what_is_to_settle_is_run_once_more_before_each_time():
+    calls = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    measure.interleaved(runs, 2, settle=frozenset("b"))
+    assert "".join(calls) == "ab" + "abb" * 2
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's memory high-water mark")
 def test_resident_growth_counts_what_a_run_touches_and_frees():
     grown = measure.peak_resident_growth(lambda: np.ones(64 << 20, np.uint8).sum())

@@ -44,8 +44,8 @@ def test_bfloat16_arrays_may_be_constants_of_a_program(way, constant):
     def both(implementation, *free):
         def run(*free):
             rest = iter(free)
-            given = [array if n in constant else next(rest) for n, array in enumerate(arrays)]
-            return attend(implementation, *given, indices)[0]
+            q, kv, entries = (array if n in constant else next(rest) for n, array in enumerate(arrays))
+            return attend(implementation, q, kv, entries, indices)[0]
 
         out, pull = jax.vjp(run, *free)
         return out, pull(jnp.ones_like(out))
@@ -53,8 +53,8 @@ def test_bfloat16_arrays_may_be_constants_of_a_program(way, constant):
     out, gradients = jax.jit(lambda *free: both("chunked", *free))(*free)
     want, want_gradients = jax.jit(lambda *free: both("dense", *free))(*free)
     assert_close(out, want, jnp.bfloat16)
-    named = [{str(n): g for n, g in enumerate(group)} for group in (gradients, want_gradients)]
-    assert_gradients_close(*named, jnp.bfloat16)
+    got, expected = ({str(n): g for n, g in enumerate(group)} for group in (gradients, want_gradients))
+    assert_gradients_close(got, expected, jnp.bfloat16)
 
 
 @every_way

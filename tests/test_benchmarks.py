@@ -105,8 +105,8 @@ def test_contenders_agree_and_are_timed(case, measured):
 def test_one_wrong_contender_is_a_disagreement_and_no_ratio(contender, result, measured, attention, monkeypatch):
     """Off by a hundredth of the largest element, which no float32 tolerance forgives."""
 
-    def build(case, name):
-        built = build_once(case, name)
+    def build(case, name, undecided=()):
+        built = build_once(case, name, undecided)
         results = built.results()
         wrong = {**results, result: results[result] + 0.01 * np.abs(results[result]).max()}
         return dataclasses.replace(built, results=lambda: wrong if name == contender else results)

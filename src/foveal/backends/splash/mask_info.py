@@ -49,8 +49,6 @@ def static_mask_info(mask: HCAStaticMask, block_q: int, block_kv: int, *, is_dkv
             raise ValueError(f"{name}: expected a divisor above 1 of {values}, got {size}")
     blocks = _classify(mask, block_q, block_kv)
     row_blocks, column_blocks = at.padded_rows // block_q, at.columns // block_kv
-    if len(blocks.state) == row_blocks * column_blocks and (blocks.state == _FULL).all():
-        return MaskInfo(None, None, None, None, None, None, None)
 
     partial = blocks.state == _PARTIAL
     ids = np.full(len(blocks.state), -1, np.int32)

@@ -121,7 +121,11 @@ def device_mesh(target: str, axes: Mapping[str, int] | None = None) -> Mesh:
 
 
 def compile_report(
-    function: Callable[..., Any], *args: Any, target: str = "v5p", mesh: Mesh | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    target: str = "v5p",
+    mesh: Mesh | None = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> CompileReport:
     """Compiles a function for TPUs that are not here, and says what came of it.
 
@@ -132,6 +136,7 @@ def compile_report(
             replicated over it.
         target: a name in `TARGETS`; not needed with `mesh`.
         mesh: from `device_mesh`, where arguments are to be sharded.
+        compiler_options: of XLA, by name, as `jax.jit` takes them.
 
     Returns:
         The report. A program that is too large is a verdict, not an exception; some mistakes of kernels make the
@@ -163,7 +168,7 @@ def compile_report(
         lowering = time.process_time() - start
         start = time.process_time()
         try:
-            compiled = lowered.compile()
+            compiled = lowered.compile(dict(compiler_options or {}))
         except jax.errors.JaxRuntimeError as error:
             verdict, message = _refusal(str(error))
             return CompileReport(verdict, message, lowering, time.process_time() - start)

@@ -4,7 +4,6 @@ An emulated case costs seconds, so each program here is compiled once and sees a
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 
 from foveal import Splash, SplashBlocks, SplashDynamic
-from foveal.backends.splash import kernel, rows
+from foveal.backends.splash import heads, kernel
 from foveal.geometry import Documents, Visibility
-from foveal.ops import core_attention
-from foveal.testing.numerics import assert_close, assert_gradients_close
+from foveal.testing.numerics import assert_close
 from tests.backends.splash_problem import (
     DYNAMIC,
     NAMES,
@@ -28,6 +26,7 @@ from tests.backends.splash_problem import (
     W,
     assert_same,
     attend,
+    both_ways,
     densely,
     of_other_queries,
     output_of,
@@ -163,96 +162,49 @@ def test_chosen_blocks_change_nothing():
     assert_same(got, densely(args, unpacked(489, M), None, cotangents))
 
 
-def test_gradients_of_some_heads_at_a_time(monkeypatch):
-    """Also that of a call whose forward pass alone would not make a log-sum-exp."""
-    args, (d_out, d_lse) = problem(300, M, 3)
-    visibility, groups, backward = unpacked(300, M), [], kernel._backward_kernel
-
-    def counted(call, info, operands, *results):
-        groups.append(operands.q.shape[0])
-        return backward(call, info, operands, *results)
-
-    monkeypatch.setattr(kernel, "_backward_kernel", counted)
-    monkeypatch.setattr(kernel, "_PARTIAL_SUMS", 3 * (3 * 512 * D * 4))  # three heads of 512 padded rows, and 3 | 4 not
-    monkeypatch.setattr(rows, "_LOG_SUM_EXPS", 0)
-
-    @functools.partial(jax.jit, compiler_options=UNOPTIMIZED)
-    def gradients(args, d_out):
-        out, pull = jax.vjp(lambda *a: output_only(a, visibility, None, STATIC), *args)
-        return out, dict(zip(NAMES, pull(d_out)[:], strict=True))
-
-    out, found = gradients(args, d_out)
-    assert groups
-    assert set(groups) == {2}
-    (want, _), expected = densely(args, visibility, None, (d_out, 0 * d_lse))
-    assert_close(out, want, np.float32)
-    assert_gradients_close(found, expected, np.float32)
-
-
-# -------------------------------------------------------------------------------------------------- the output alone
-
-
 @pytest.fixture
-def without_log_sum_exp(monkeypatch):
-    """As of rows so long that the log-sum-exp is not made; lists the calls that went that way."""
-    calls: list[int] = []
-    alone = rows.output_alone
+def some_heads(monkeypatch):
+    """As of rows so long that the kernels take some of the four heads at a time; lists how many each call takes."""
+    taken: dict[str, list[int]] = {"forward": [], "backward": []}
+    for name, calls in taken.items():
 
-    def counted(*args):
-        calls.append(1)
-        return alone(*args)
+        def counted(call, info, operands, *others, calls=calls, real=getattr(kernel, name)):
+            calls.append(operands.q.shape[0])
+            return real(call, info, operands, *others)
 
-    monkeypatch.setattr(rows, "output_alone", counted)
-    monkeypatch.setattr(rows, "_LOG_SUM_EXPS", 0)
-    return calls
-
-
-@pytest.mark.parametrize(
-    "length",
-    [
-        500,
-        60,
-    ],
-)
-def test_the_output_alone_matches_dense(length, without_log_sum_exp):
-    """Padding gives zeros and a query that holds NaN gives NaN here too, whatever the sinks."""
-    visibility = packed(length, 5) if length == 500 else unpacked(length, M)
-    # Its own program: others of this shape may have been compiled the usual way.
-    run = jax.jit(lambda a, v: output_only(a, v, None, STATIC), compiler_options=UNOPTIMIZED)
-    (q, kv, entries, _), _ = problem(length, M, 5)
-    padding = np.asarray(visibility.documents.is_padding)
-    poisoned = q.copy()
-    row = int(np.flatnonzero(~padding[0])[20])
-    poisoned[0, row, 1, 3] = np.nan
-    poisoned[padding] = np.nan
-    bad_kv = kv.copy()
-    bad_kv[1, length - 10] = np.inf
-    for sinks in ([0.3, -np.inf, np.inf, 2.0], [1e4, -1e4, 80.0, 3e38]):
-        for args in ((q, kv, entries), (poisoned, bad_kv, entries)):
-            args = (*args, np.array(sinks, np.float32))
-            out = run(args, visibility)
-            assert_close(out, output_of(args, visibility, None, "dense"), np.float32)
-            np.testing.assert_array_equal(np.asarray(out)[padding], 0.0)
-            lost = np.isnan(out).all(axis=-1)
-            assert (lost == np.isnan(out).any(axis=-1)).all()
-            assert lost[0].sum() == (args[0] is poisoned)
-    assert len(without_log_sum_exp) == 1
+        monkeypatch.setattr(kernel, name, counted)
+    monkeypatch.setattr(heads, "_AT_A_TIME", 3 * 512 * 6 * D * 4)  # three heads backward, and 3 | 4 not
+    return taken
 
 
-def test_the_log_sum_exp_is_there_whenever_it_is_asked_for(without_log_sum_exp):
-    args, _ = problem(60, M, 6)
+@pytest.mark.parametrize("backward", [2, 1])
+def test_some_heads_at_a_time_match_dense(backward, some_heads, monkeypatch):
+    """Each with its own sink, and the gradients of what heads share summed over all; padding and NaN stay."""
+    if backward == 1:  # however long the row
+        monkeypatch.setattr(heads, "_AT_A_TIME", 0)
+    blocks = SplashBlocks(q=256, kv=128, q_backward=256, kv_backward=256)
+    (q, kv, entries, _), cotangents = problem(500, M, 3)
+    visibility = packed(500, 3)
+    row = int(np.flatnonzero(~np.asarray(visibility.documents.is_padding)[0])[20])
+    q[0, row, 1, 3] = np.nan
+    args = q, kv, entries, np.array([0.3, -np.inf, np.inf, 2.0], np.float32)
+    backend = Splash(blocks=blocks, interpret=True)
+    # Its own program: another of these shapes takes other heads at a time.
+    run = jax.jit(lambda a, v, c: both_ways(a, v, None, c, backend), compiler_options=UNOPTIMIZED)
+    got = run(args, visibility, cotangents)
+    assert_same(got, densely(args, visibility, None, cotangents))
+    assert {name: set(calls) for name, calls in some_heads.items()} == {"forward": {1}, "backward": {backward}}
 
-    @functools.partial(jax.jit, static_argnums=1, compiler_options=UNOPTIMIZED)
-    def run(args, implementation):
-        q, kv, entries, sinks = args
-        return core_attention(
-            q, kv, entries, visibility=unpacked(60, M), sinks=sinks, return_lse=True, implementation=implementation
-        )
 
-    (out, lse), (want, want_lse) = run(args, STATIC), run(args, "dense")
-    assert not without_log_sum_exp
-    assert_close(out, want, np.float32)
-    assert_close(lse, want_lse, np.float32, what="lse")
+def test_stacked_heads_stay_together(some_heads):
+    """Four that share a tile are not parted, whatever the space."""
+    if not kernel.CAN_STACK_HEADS:
+        pytest.skip("this Tokamax has no stacked heads")
+    blocks = SplashBlocks(q=128, kv=128, q_backward=256, kv_backward=256, stacked_heads=4)
+    args, _ = problem(300, M, 4)
+    run = jax.jit(lambda a: output_only(a, unpacked(300, M), None, Splash(blocks=blocks, interpret=True)))
+    assert_close(run(args), output_of(args, unpacked(300, M), None, "dense"), np.float32)
+    assert set(some_heads["forward"]) == {4}
 
 
 # ------------------------------------------------------------------------------------------------------ not a number
@@ -338,16 +290,3 @@ def test_a_dynamic_window_alone_in_a_row_shorter_than_it():
     visibility = packed(21, 0, ratio=0, align=1)
     got = attend(args, visibility, None, cotangents, DYNAMIC)
     assert_same(got, densely(args, visibility, None, cotangents))
-
-
-def test_the_output_alone_of_a_dynamic_mask_matches_dense(without_log_sum_exp):
-    length, ratio = 300, 4
-    visibility, indices = packed(length, 1, ratio=ratio, align=1), selected(length, ratio, 9, 1)
-    (q, kv, entries, _), _ = problem(length, ratio, 1)
-    q[0, 100, 2, 0] = np.nan
-    args = q, kv, entries, np.array([0.3, -np.inf, np.inf, 2.0], np.float32)
-    out = jax.jit(lambda a, v, i: output_only(a, v, i, DYNAMIC), compiler_options=UNOPTIMIZED)(
-        args, visibility, indices
-    )
-    assert_close(out, output_of(args, visibility, indices, "dense"), np.float32)
-    assert len(without_log_sum_exp) == 1

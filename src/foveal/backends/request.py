@@ -28,7 +28,6 @@ class AttentionRequest:
             and log-sum-exp are NaN, and no gradient comes from them. Or None for none.
         scale: of the logits.
         precision: of the matmuls.
-        return_lse: whether the log-sum-exp will be used.
     """
 
     q: Array
@@ -40,7 +39,6 @@ class AttentionRequest:
     scale: float
     precision: Precision
     tainted: Array | None = None
-    return_lse: bool = True
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:
@@ -80,5 +78,4 @@ class Backend(abc.ABC):
         """Output [B, S, H, D] in q's dtype and log-sum-exp [B, S, H] in the accumulation dtype.
 
         The output has the sinks in its denominator, the log-sum-exp is over the keys alone; both are differentiable.
-        Without `request.return_lse` the second may hold anything.
         """

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from foveal.aot import TARGETS
 from foveal.cli.console import make_console, progress
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
+from foveal.schedule import dump_flags
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,9 +31,11 @@ model. Nothing is run: no times of a TPU come of this.
 """
 _LEGEND = """\
 mask, lower, compile: CPU seconds of listing the mask's tiles, of tracing and lowering, of the compiler. HBM: arguments,
-results and temporaries of one chip. least: the useful operations or bytes over the chip's rates, whichever is more.
+results and temporaries of one chip. kernel: millions of bundles, a cycle each, that one core issues in the attention
+kernels: a lower bound, without waits for memory. least: the useful operations or bytes over the chip's rates, whichever
+is more.
 """
-_SPEC = "--case-json"
+_SPEC, _DUMP = "--case-json", "--dump"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,8 @@ class CompileCase:
     batch: int
     dtype: str
     mesh: tuple[tuple[str, int], ...]
+    blocks: tuple[int, ...] | None = None
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -73,10 +79,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations (default: bfloat16)")
     add("--mesh", type=_mesh, default=(), metavar="AXIS=N,...", help="several chips: data=N,tensor=N (default: one)")
     add(
+        "--blocks",
+        type=_list_of(int_between(1, 1 << 20)),
+        metavar="Q,KV,Q,KV,HEADS",
+        help="sizes of Splash's tiles: forward, backward, stacked heads (default: the table's)",
+    )
+    add(
+        "--compiler-option",
+        type=_compiler_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of XLA, any number of times: xla_tpu_scoped_vmem_limit_kib=49152",
+    )
+    add(
         "--timeout", type=int_between(1, 86400), default=900, metavar="S", help="seconds a case may take (default: 900)"
     )
+    add("--no-cycles", action="store_true", help="without the kernels' cycles: half the time of compiling")
     add("--json", action="store_true", help="print a line of JSON a case instead of a table")
-    add(_SPEC, help=argparse.SUPPRESS)
+    for hidden in (_SPEC, _DUMP):
+        add(hidden, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -89,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if args.case_json:  # the process of one case
         from foveal.cli.compile_case import compile_case
 
-        print(json.dumps(compile_case(_from_json(args.case_json))))
+        print(json.dumps(compile_case(_from_json(args.case_json), args.dump)))
         return 0
     require(("rich",), "demo")
     if importlib.util.find_spec("libtpu") is None:
@@ -100,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(console, len(cases), disable=args.json) as advance:
         for case in cases:
             advance(f"{case.layer} S={case.length} {case.implementation}")
-            rows.append({**dataclasses.asdict(case), **_in_a_process(case, args.timeout)})
+            rows.append({**dataclasses.asdict(case), **_in_a_process(case, args.timeout, cycles=not args.no_cycles)})
             if args.json:
                 print(json.dumps(rows[-1]), flush=True)
     if not args.json:
@@ -122,6 +144,8 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
     for axis, _ in args.mesh:
         if axis not in known:
             raise CliError(f"--mesh: expected axes of {', '.join(known)}, got {axis!r}")
+    if args.blocks:
+        _check_blocks(args.blocks, args.implementation)
     return [
         CompileCase(
             args.target,
@@ -134,24 +158,50 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
             args.batch,
             args.dtype,
             args.mesh,
+            tuple(args.blocks) if args.blocks else None,
+            tuple(args.compiler_option),
         )
         for length, implementation in itertools.product(args.seq, args.implementation)
     ]
 
 
+def _check_blocks(sizes: Sequence[int], implementations: Sequence[str]) -> None:
+    from foveal.backends.splash import SplashBlocks
+
+    others = set(implementations) - {"splash", "splash_dynamic"}
+    if others:
+        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others.pop()!r}")
+    if len(sizes) != 5:
+        raise CliError(f"--blocks: expected 5 numbers Q,KV,Q,KV,HEADS, got {len(sizes)}")
+    try:
+        SplashBlocks(*sizes)
+    except ValueError as error:
+        raise CliError(f"--blocks: {error}") from error
+
+
 def _from_json(text: str) -> CompileCase:
     fields = json.loads(text)
-    return CompileCase(**{**fields, "mesh": tuple((axis, size) for axis, size in fields["mesh"])})
+    for pairs in ("mesh", "compiler_options"):
+        fields[pairs] = tuple((name, value) for name, value in fields[pairs])
+    fields["blocks"] = None if fields["blocks"] is None else tuple(fields["blocks"])
+    return CompileCase(**fields)
 
 
-def _in_a_process(case: CompileCase, timeout: int) -> dict[str, Any]:
+def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str, Any]:
     """The case's report. Some mistakes of kernels make the compiler end its process: that is a report too."""
     command = [sys.executable, "-m", "foveal.cli", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"verdict": "timeout", "message": f"not done after {timeout} s"}
+    with tempfile.TemporaryDirectory() as directory:
+        if cycles:
+            command += [_DUMP, directory]
+            flags = os.environ.get("LIBTPU_INIT_ARGS", ""), dump_flags(directory)
+            environment["LIBTPU_INIT_ARGS"] = " ".join(flags).strip()
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"verdict": "timeout", "message": f"not done after {timeout} s"}
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     return {
@@ -184,7 +234,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for name in ("S", "implementation", "verdict"):
         table.add_column(name, justify="right" if name == "S" else "left", no_wrap=True)
-    for name in ("mask s", "lower s", "compile s", "HBM GiB", "temp GiB", "least ms"):
+    for name in ("mask s", "lower s", "compile s", "HBM GiB", "temp GiB", "kernel M", "least ms"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -193,6 +243,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             row["verdict"],
             *(_number(row.get(key)) for key in ("mask_seconds", "lower_seconds", "compile_seconds")),
             *(_number(row.get(key), 2**30) for key in ("peak_bytes", "temporary_bytes")),
+            _number(row.get("kernel_cycles"), 1e6),
             _number(row.get("roofline_seconds"), 1e-3),
         )
     return table
@@ -215,3 +266,10 @@ def _mesh(value: str) -> tuple[tuple[str, int], ...]:
         axis, _, size = part.partition("=")
         axes.append((axis, int_between(1, 1024)(size)))
     return tuple(axes)
+
+
+def _compiler_option(value: str) -> tuple[str, str]:
+    name, equals, setting = value.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {value!r}")
+    return name, setting

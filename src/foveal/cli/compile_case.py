@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from foveal.aot import TARGETS, compile_report, device_mesh
 from foveal.backends.request import Backend
-from foveal.backends.splash import Splash
+from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cli.compile import CompileCase
 from foveal.cli.errors import require
 from foveal.config import AttentionConfig, LayerType
@@ -22,6 +22,7 @@ from foveal.flops import core_cost, layer_cost
 from foveal.geometry import Documents, Visibility
 from foveal.nn import CompressedAttention
 from foveal.ops.core_attention import core_attention
+from foveal.schedule import kernel_schedules
 
 _PRESETS = {
     "flash": AttentionConfig.deepseek_v4_flash,
@@ -33,21 +34,26 @@ _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
 """Which mesh axis a parameter's logical axis lies on; the others are replicated."""
 
 
-def compile_case(case: CompileCase) -> dict[str, Any]:
-    """The report, as fields."""
+def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
+    """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
     config, layer_type = _PRESETS[case.preset](), _LAYERS[case.layer]
     axes = dict(case.mesh)
     rows, heads = ("data" if "data" in axes else None), ("tensor" if "tensor" in axes else None)
     implementation: str | Backend = case.implementation
     mask_seconds = None
-    if implementation == "splash":
-        implementation = Splash(sharding=PartitionSpec(rows, None, heads) if case.mesh else None)
+    blocks = None if case.blocks is None else SplashBlocks(*case.blocks)
+    if implementation in ("splash", "splash_dynamic"):
         require(("tokamax",), "tpu")
+    if implementation == "splash":
+        sharding = PartitionSpec(rows, None, heads) if case.mesh else None
+        implementation = Splash(blocks=blocks, sharding=sharding)
         mask_seconds = _build_masks(implementation, case.length, config, layer_type, axes.get("tensor", 1))
+    elif implementation == "splash_dynamic":
+        implementation = SplashDynamic(blocks=blocks)
     build = _core if case.what == "core" else _layer
     function, args = build(case, config, layer_type, implementation, mesh, (rows, heads))
-    report = compile_report(function, *args, mesh=mesh)
+    report = compile_report(function, *args, mesh=mesh, compiler_options=dict(case.compiler_options))
     cost = (core_cost if case.what == "core" else layer_cost)(
         config,
         layer_type,
@@ -55,11 +61,15 @@ def compile_case(case: CompileCase) -> dict[str, Any]:
         bytes_per_element=jnp.dtype(case.dtype).itemsize,
         backward=case.backward,
     )
+    cycles = None
+    if dump and report.verdict == "compiles":
+        cycles = _kernel_cycles(case, implementation, dump, config, layer_type)
     target = TARGETS[case.target]
     least = max(cost.operations / target.operations_per_second, cost.bytes / target.bytes_per_second) / mesh.size
     return dataclasses.asdict(report) | {
         "peak_bytes": report.peak_bytes,
         "mask_seconds": mask_seconds,
+        "kernel_cycles": cycles,
         "roofline_seconds": least,
         "jax": jax.__version__,
     }
@@ -75,6 +85,20 @@ def _build_masks(splash: Splash, length: int, config: AttentionConfig, layer_typ
         splash.build_masks(config.num_attention_heads // shards, visibility)
         seconds = time.process_time() - start
     return seconds
+
+
+def _kernel_cycles(
+    case: CompileCase, implementation: str | Backend, dump: str, config: AttentionConfig, layer_type: LayerType
+) -> int | None:
+    """None where there are no Splash kernels, or their tiles are data."""
+    if not isinstance(implementation, Splash | SplashDynamic) or layer_type is LayerType.CSA:
+        return None
+    axes = dict(case.mesh)
+    batch, heads = case.batch // axes.get("data", 1), config.num_attention_heads // axes.get("tensor", 1)
+    q = jax.ShapeDtypeStruct((batch, case.length, heads, config.head_dim), jnp.dtype(case.dtype))
+    documents = Documents.unpacked(batch, case.length)
+    visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
+    return implementation.cycles(kernel_schedules(dump), q, visibility)
 
 
 Axes = tuple[str | None, str | None]

@@ -132,6 +132,23 @@ class Visibility:
         first, end = self.entry_range
         return end - first
 
+    @property
+    def slot_document_start(self) -> Int32[Array, "B C"]:
+        """int32 [B, C]: `document_start` of the document whose windows own the slot; -1 for padding.
+
+        Raises:
+            ValueError: documents that are not known to start at multiples of m. There a slot's window may begin
+                anywhere in its m rows; `WindowLayout` knows where.
+        """
+        start = jnp.where(self.documents.is_padding, -1, self.documents.document_start)
+        if not self.compress_ratio:
+            return start[:, :0]
+        if not self.documents.is_aligned(self.compress_ratio):
+            raise ValueError(
+                f"documents: expected an alignment of {self.compress_ratio}, got {self.documents.alignment}"
+            )
+        return start[:, : self.slots * self.compress_ratio : self.compress_ratio]
+
     def window_mask(self) -> Bool[Array, "B S S"]:
         """bool [B, S, S], True where query (row) sees raw key (column). Quadratic: for tests, pictures, `dense`."""
         return _in_range(self.window_range, self.documents.shape[1])

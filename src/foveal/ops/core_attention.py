@@ -96,7 +96,6 @@ def core_attention(
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
-    request = dataclasses.replace(request, return_lse=return_lse)
     backend = registry.choose(request, implementation)
     out, lse = backend(_isolate_non_finite(_canonical(request)))
     return (out, lse) if return_lse else out

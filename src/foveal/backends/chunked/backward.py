@@ -27,7 +27,7 @@ from foveal.backends.chunked.tiles import (
     window_columns,
     window_start,
 )
-from foveal.backends.sinks import keys_share
+from foveal.backends.sinks import row_gradients
 from foveal.typing import Array
 
 
@@ -41,17 +41,12 @@ class Gradients(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A tile's part of what the gradient of a logit takes.
-
-    With p = exp(logit - lse) the weight among the keys and f = sigmoid(lse - sink) the keys' share of the softmax, out
-    = f sum_j p_j k_j. With g = f d_out the gradient of logit j is p_j (g . k_j - g . out + d_lse), and that of k_j has
-    a part p_j g.
-    """
+    """A tile's part of what the gradient of a logit takes: see `RowGradients`."""
 
     q: Array
     g: Array
-    lse: Array  # +inf where there is no gradient
-    offset: Array  # d_lse - g . out
+    lse: Array
+    offset: Array
 
 
 def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
@@ -93,21 +88,16 @@ def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, 
     silent = ~jnp.isfinite(lse_rows)  # queries that give no gradient: they saw nothing, or something not finite
     if operands.tainted is not None:
         silent = silent | tile.take(operands.tainted)[..., None]
-    weights_lse = jnp.where(silent, jnp.inf, lse_rows)  # makes their weights zero
-    lse_rows = jnp.where(silent, 0.0, lse_rows)
-    inner = jnp.where(silent, 0.0, _row_sums(d_out_rows.astype(wide) * out_rows.astype(wide)))
-    share = jnp.ones_like(lse_rows)
+    inner = _row_sums(d_out_rows.astype(wide) * out_rows.astype(wide))
+    sinks = None if operands.sinks is None else operands.sinks[None, None]
+    rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, silent)
     d_sinks = jnp.zeros((), wide)
-    if operands.sinks is not None:
-        margin = lse_rows - operands.sinks[None, None]
-        share = keys_share(margin)
-        # keys_share(-margin) is 1 - share without the cancellation
-        d_sinks = -jnp.sum(jnp.where(tile.fresh[None, :, None], keys_share(-margin) * inner, 0.0), axis=(0, 1))
-    g = jnp.where(silent[..., None], 0.0, d_out_rows * share[..., None].astype(d_out_rows.dtype))
-    offset = jnp.where(silent, 0.0, d_lse_rows) - share * inner
+    if rows.sinks is not None:
+        d_sinks = jnp.sum(jnp.where(tile.fresh[None, :, None], rows.sinks, 0.0), axis=(0, 1))
+    g = jnp.where(silent[..., None], 0.0, d_out_rows * rows.share[..., None].astype(d_out_rows.dtype))
     q = tile.take(operands.q)
     q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
-    return _Rows(q, g, weights_lse, offset), d_sinks
+    return _Rows(q, g, rows.lse, rows.offset), d_sinks
 
 
 def _row_sums(array: Array) -> Array:

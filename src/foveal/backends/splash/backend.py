@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from foveal.backends.request import AttentionRequest, Backend
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.geometry import Visibility
+from foveal.schedule import KernelSchedule
 from foveal.typing import Array
 
 Results = tuple[Array, Array]
@@ -48,8 +50,9 @@ class _SplashBackend(Backend):
 
     def _attend(self, request: AttentionRequest, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:
         # Imported late: Tokamax takes more than a second to import, and need not be installed.
+        from foveal.backends.splash.attend import attend
         from foveal.backends.splash.kernel import Call
-        from foveal.backends.splash.rows import Arrays, Plan, attend
+        from foveal.backends.splash.operands import Arrays, Plan
 
         if request.q.size == 0:
             return jnp.zeros_like(request.q), jnp.full(request.q.shape[:3], -jnp.inf, request.accumulation_dtype)
@@ -57,7 +60,7 @@ class _SplashBackend(Backend):
         heads = request.q.shape[2] // _devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
         call = Call(sizes, self.interpret)
-        return attend(Plan(call, layout, request.scale, request.return_lse, dynamic, sharding), Arrays.of(request))
+        return attend(Plan(call, layout, request.scale, dynamic, sharding), Arrays.of(request))
 
     def _sizes(self, heads: int, visibility: Visibility, *, dynamic: bool) -> tuple[SplashBlocks, KeyLayout]:
         from foveal.backends.splash.kernel import CAN_STACK_HEADS
@@ -70,6 +73,16 @@ class _SplashBackend(Backend):
             )
         q_block, kv_block = math.lcm(sizes.q, sizes.q_backward), math.lcm(sizes.kv, sizes.kv_backward)
         return sizes, KeyLayout.of(length, slots, q_block, kv_block)
+
+
+    def _cycles(
+        self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility, *, dynamic: bool
+    ) -> int | None:
+        from foveal.backends.splash.cycles import kernel_cycles
+        from foveal.backends.splash.operands import static_mask
+
+        sizes, layout = self._sizes(q.shape[2], visibility, dynamic=dynamic)
+        return kernel_cycles(schedules, static_mask(layout, visibility), sizes, q)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +128,28 @@ class Splash(_SplashBackend):
 
     def build_masks(self, heads: int, visibility: Visibility) -> None:
         """Does the host's part for rows like these, and `heads` a device: tracing a call then finds it done."""
-        from foveal.backends.splash.rows import static_masks_of
+        from foveal.backends.splash.operands import static_masks_of
 
         sizes, layout = self._sizes(heads, visibility, dynamic=False)
         static_masks_of(layout, visibility, sizes)
+
+    def cycles(
+        self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
+    ) -> int | None:
+        """Bundles that a core issues in the kernels of a call, a lower bound of its cycles.
+
+        Args:
+            schedules: of the program's kernels, from `foveal.schedule.kernel_schedules`.
+            q: like the queries of a device, [B, S, H, D].
+            visibility: of rows that are one document each.
+
+        Returns:
+            None if the program has no Splash kernel.
+
+        Raises:
+            ValueError: kernels that are not made up as those of Tokamax 0.0.17.
+        """
+        return self._cycles(schedules, q, visibility, dynamic=False)
 
 
 def _devices_along(sharding: PartitionSpec | None, axis: int) -> int:
@@ -146,3 +177,9 @@ class SplashDynamic(_SplashBackend):
     def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
         """See `Backend`."""
         return self._attend(request, dynamic=True, sharding=None)
+
+    def cycles(
+        self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
+    ) -> int | None:
+        """As `Splash.cycles`, where all visible entries are used: tiles that are not empty are the same ones then."""
+        return self._cycles(schedules, q, visibility, dynamic=True)

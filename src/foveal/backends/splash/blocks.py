@@ -15,7 +15,8 @@ _TILE_BYTES = 20
 _SCALAR_MEMORY = 512 << 10
 """Of the 1 MiB of scalar memory, what the list of tiles may take."""
 
-_STACKED_HEADS = 8
+_STACKED_HEADS, _STACKED_ROWS = 8, 1024
+"""What a tile of stacked heads may have at a head dim of 512: 2048 rows do not fit into VMEM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +55,35 @@ class SplashBlocks:
     ) -> SplashBlocks:
         """The table.
 
-        Forward, the smallest block whose tiles fit the scalar memory: a window of 128 keys wastes the least in small
-        blocks, and stacked heads fill the matrix unit however small they are. Without stacking 256 is the least, as
-        128 rows do not fill it. Backward, 256 at least, which a head dim of 512 still fits into VMEM. The list of a
-        mask that is data has every tile, also the empty ones.
+        Forward, keys in the smallest block whose list of tiles fits the scalar memory, for a window of 128 keys wastes
+        the least in small ones; queries as many, or 256 where heads are not stacked: 128 rows alone do not fill the
+        matrix unit. Backward, 256 by 256 at least, which a head dim of 512 still fits into VMEM: smaller ones compute
+        less but move the partial sums of the queries' gradient more often. The list of a mask that is data has every
+        tile, also the empty ones.
         """
-        stacked = next(n for n in range(min(_STACKED_HEADS, heads), 0, -1) if heads % n == 0) if can_stack else 1
 
-        def tiles(size: int) -> int:
+        def stacked(rows: int) -> int:
+            most = min(_STACKED_HEADS, _STACKED_ROWS // rows) if can_stack else 1
+            return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
+
+        def least(q_least: int, kv_least: int) -> tuple[int, int]:
+            """The smallest blocks that fit, q's and kv's."""
+            for kv in _SIZES:
+                q = max(kv, q_least)
+                if kv >= kv_least and tiles(q, kv) * _TILE_BYTES <= _SCALAR_MEMORY:
+                    return q, kv
+            return _SIZES[-1], _SIZES[-1]
+
+        def tiles(q: int, kv: int) -> int:
             if dynamic:
-                return -(-length // size) * (-(-length // size) + -(-slots // size))
-            return _tiles(length, slots, sliding_window, size)
+                return -(-length // q) * (-(-length // kv) + -(-slots // kv))
+            return _tiles(length, slots, sliding_window, q, kv)
 
-        fits = [size for size in _SIZES if tiles(size) * _TILE_BYTES <= _SCALAR_MEMORY]
-        least = fits[0] if fits else _SIZES[-1]
-        forward = least if stacked > 1 else max(least, 256)
-        backward = max(least, 256)
-        return cls(forward, forward, backward, backward, stacked)
+        q, kv = least(LANES if stacked(LANES) > 1 else 256, LANES)
+        return cls(q, kv, *least(256, 256), stacked(q))
 
 
-def _tiles(length: int, slots: int, sliding_window: int, size: int) -> int:
-    """About how many square tiles are not empty: the window's diagonal, and the triangle of the entries."""
-    rows = -(-length // size)
-    return rows * (-(-sliding_window // size) + 1) + rows * (-(-slots // size) + 1) // 2
+def _tiles(length: int, slots: int, sliding_window: int, q: int, kv: int) -> int:
+    """About how many tiles are not empty: the window's diagonal, and the triangle of the entries."""
+    rows = -(-length // q)
+    return rows * (-(-(sliding_window + q) // kv) + 1) + rows * (-(-slots // kv) + 1) // 2

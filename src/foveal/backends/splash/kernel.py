@@ -1,4 +1,4 @@
-"""Calls of Tokamax's Splash Attention kernels, with a derivative rule that takes a gradient of the log-sum-exp too.
+"""Calls of Tokamax's Splash Attention kernels.
 
 The kernels stand in a private module of Tokamax; both versions that are supported (0.0.12 and 0.0.17) have them at the
 same place with the same arguments.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,17 +20,10 @@ from tokamax._src.ops.experimental.tpu.splash_attention import base
 from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
 from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from foveal.backends.sinks import share_of_keys
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.mask import HCAStaticMask
 from foveal.backends.splash.mask_info import static_mask_info
 from foveal.typing import Array
-
-_PARTIAL_SUMS = 1 << 30
-"""Bytes of partial sums of the queries' gradient that the backward kernel may keep at a time."""
-
-_LARGEST_SINK = 1e30
-"""Inside a kernel an infinite one would be NaN; this one leaves as little to the keys."""
 
 CAN_STACK_HEADS = "num_stacked_q_heads" in inspect.signature(splash.SplashConfig).parameters
 
@@ -118,111 +110,46 @@ def segment_ids(rows: Array, columns: Array) -> base.SegmentIds:
     return base.SegmentIds(rows, columns)
 
 
-def attention(call: Call, masks: Masks, operands: Operands, sinks: Array | None) -> tuple[Array, Array]:
-    """Output [H, rows, D] in q's dtype and log-sum-exp float32 [H, rows], both differentiable.
+def forward(call: Call, info: MaskInfo, operands: Operands) -> tuple[Array, Array]:
+    """Output [H, rows, D] in q's dtype and log-sum-exp float32 [H, rows], without sinks.
 
-    Every row must see something; rows that hold NaN give zeros. Sinks, float32 [H], are applied to the output:
-    Tokamax's own have gradients in the dtype of the queries and exclude stacked heads.
+    Every row must see something. The kernel writes each log-sum-exp 128 times over, and the largest logit too: at a
+    head dim of 512 half of what the output takes.
     """
-    results: Any = _attend(call, masks, operands)
-    out, lse = results
-    # A row that holds NaN must not bring it into the sinks' gradient; the caller makes its results NaN.
-    sound = _sound(operands.q)
-    out, lse = jnp.where(sound[..., None], out, 0.0), jnp.where(sound, lse, 0.0)
-    share = share_of_keys(lse.T[None], sinks)[0].T
-    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), lse
-
-
-def output_alone(call: Call, masks: Masks, operands: Operands, sinks: Array | None) -> Array:
-    """The output, without a derivative, from a kernel that writes nothing else.
-
-    Log-sum-exps come out of the kernels 128 times over, and the largest logits with them: at a head dim of 512 half of
-    what the output takes.
-    """
-    config = dataclasses.replace(call.config, **({"num_stacked_q_heads": 1} if CAN_STACK_HEADS else {}))
-    kernel: Any = _forward_kernel(call, masks.forward, operands, config, save_residuals=False)
-    if sinks is not None:
-        sinks = jnp.minimum(sinks, _LARGEST_SINK)
-    with _promotion():
-        return kernel(operands.q, operands.keys, operands.values, operands.segments, sinks)
-
-
-def _sound(q: Array) -> Array:
-    """bool [H, rows]."""
-    return jnp.isfinite(q).all(axis=-1)
-
-
-def _forward_kernel(
-    call: Call, info: MaskInfo, operands: Operands, config: splash.SplashConfig, *, save_residuals: bool
-) -> splash.SplashAttentionKernel:
-    return splash.SplashAttentionKernel(
+    kernel: Any = splash.SplashAttentionKernel(
         info,
         None,
-        config=config,
+        config=call.config,
         is_mqa=True,
-        save_residuals=save_residuals,
+        save_residuals=True,
         mask_value=base.DEFAULT_MASK_VALUE,
         mask_function=None,
         fwd_mask_sparsity=_share_of_blocks(info, operands, call.blocks.q, call.blocks.kv),
         dkv_mask_sparsity=1.0,
     )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, masks: Masks, operands: Operands) -> tuple[Array, Array]:
-    """Without sinks."""
-    kernel: Any = _forward_kernel(call, masks.forward, operands, call.config, save_residuals=True)
     with _promotion():
         out, stats = kernel(operands.q, operands.keys, operands.values, operands.segments)
     return out, stats["logsumexp"]
 
 
-def _attend_forward(call: Call, masks: Masks, operands: Operands) -> tuple[tuple[Array, Array], tuple]:
-    results: Any = _attend(call, masks, operands)
-    return results, (masks.backward, operands, *results)
-
-
-def _attend_backward(call: Call, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[Any, Operands]:
-    """Some heads at a time: the kernel keeps three partial sums of the queries' gradient."""
-    info, operands, out, lse = residuals
-    heads, rows, dim = operands.q.shape
-    partial_sums = 3 * rows * dim * operands.q.dtype.itemsize
-    together = next(n for n in range(heads, 0, -1) if heads % n == 0 and (n * partial_sums <= _PARTIAL_SUMS or n == 1))
-
-    def grouped(array: Array) -> Array:
-        return array.reshape(heads // together, together, *array.shape[1:])
-
-    def group(sums: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        q, *results = part
-        d_q, d_k, d_v = _backward_kernel(call, info, operands._replace(q=q), *results)
-        return (sums[0] + d_k.astype(jnp.float32), sums[1] + d_v.astype(jnp.float32)), d_q
-
-    nothing: Any = None  # for all of an argument, integers here, that has no gradient
-    start = jnp.zeros(operands.keys.shape, jnp.float32), jnp.zeros(operands.keys.shape, jnp.float32)
-    parts = jax.tree.map(grouped, (operands.q, out, lse, *cotangents))
-    (d_keys, d_values), d_q = jax.lax.scan(group, start, parts)
-    dtype = operands.keys.dtype
-    return nothing, Operands(d_q.reshape(operands.q.shape), d_keys.astype(dtype), d_values.astype(dtype), nothing)
-
-
-def _backward_kernel(
-    call: Call, info: MaskInfo, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array
+def backward(
+    call: Call, info: MaskInfo, operands: Operands, lse: Array, d_out: Array, offset: Array
 ) -> tuple[Array, Array, Array]:
-    """With p the weights and v the values, a logit's gradient is p (d_out . v - d_out . out + d_lse)."""
-    inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
-    # Rows that hold NaN give no gradient, but 0 x NaN is NaN: they become rows of weight zero.
-    sound = _sound(operands.q)
-    lse, inner = jnp.where(sound, lse, jnp.inf), jnp.where(sound, inner, 0.0)
+    """Gradients of queries, keys and values: a logit's is exp(logit - lse) (d_out . v + offset).
+
+    Splash itself takes no gradient of the log-sum-exp; its kernel does, within the offset. A lse of +inf leaves a row
+    without any. The kernel keeps three partial sums of the queries' gradient.
+    """
     size = call.blocks
     with _promotion():
         return splash._splash_attention_bwd_dkv(
-            jnp.where(sound[..., None], operands.q, 0.0),
+            operands.q,
             operands.keys,
             operands.values,
             operands.segments,
             lse,
             d_out,
-            inner - d_lse,
+            -offset,
             bq=size.q_backward,
             bkv=size.kv_backward,
             bkv_compute=size.kv_backward,
@@ -233,9 +160,6 @@ def _backward_kernel(
             config=call.config,
             dkv_mask_sparsity=_share_of_blocks(info, operands, size.q_backward, size.kv_backward),
         )
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _share_of_blocks(info: MaskInfo, operands: Operands, block_q: int, block_kv: int) -> float:

@@ -1,0 +1,171 @@
+"""Attention of a batch by the Splash kernels, and its derivative rule.
+
+Some heads at a time: what the kernels write beside their results, log-sum-exps 128 times over and partial sums of
+gradients, is then needed for those only. Sinks, padding and NaN are dealt with on the way, so that no array of the
+queries' size is held but the queries, the output and their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from foveal.backends.sinks import row_gradients, share_of_keys
+from foveal.backends.splash import kernel
+from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
+from foveal.backends.splash.kernel import Masks, Operands
+from foveal.backends.splash.operands import Arrays, Plan, dynamic_mask, key_arrays, segments, static_masks_of
+from foveal.typing import Array
+
+def attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
+    """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H], on each device for its rows and heads."""
+    if plan.sharding is None:
+        return _attend(plan, arrays)
+    batch, _, heads = (*plan.sharding, None, None, None)[:3]
+    queries, by_row = PartitionSpec(batch, None, heads), PartitionSpec(batch)
+    specs = jax.tree.map(lambda _: by_row, arrays)
+    specs = specs._replace(q=queries, sinks=None if arrays.sinks is None else PartitionSpec(heads))
+    return jax.shard_map(
+        functools.partial(_attend, plan), in_specs=(specs,), out_specs=(queries, queries), check_vma=False
+    )(arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
+    some_heads = forward_heads(plan.layout, plan.call.blocks, arrays.q)
+    out, lse = _over_rows(plan, arrays, _forward_row, some_heads, jnp.swapaxes(arrays.q, 1, 2))
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+
+
+def _forward_rule(plan: Plan, arrays: Arrays) -> tuple[tuple[Array, Array], Any]:
+    out, lse = _attend(plan, arrays)
+    return (out, lse), (arrays, out, lse)
+
+
+def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
+    arrays, out, lse = residuals
+    by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (arrays.q, out, lse, *cotangents))
+    some_heads = backward_heads(plan.layout, arrays.q)
+    d_q, d_sinks, d_keys, d_values = _over_rows(plan, arrays, _backward_row, some_heads, *by_head)
+    _, pull = jax.vjp(lambda kv, entries: key_arrays(plan, kv, entries), arrays.kv, arrays.entries)
+    d_kv, d_entries = pull((d_keys.astype(arrays.kv.dtype), d_values.astype(arrays.kv.dtype)))
+    d_sinks = None if arrays.sinks is None else d_sinks.sum(axis=0)
+    nothing: Any = None  # for all of an argument, integers here, that has no gradient
+    return (Arrays(jnp.swapaxes(d_q, 1, 2), d_kv, d_entries, d_sinks, nothing, nothing, nothing),)
+
+
+_attend.defvjp(_forward_rule, _backward_rule)
+
+
+class _Row(NamedTuple):
+    """What the heads of a batch row share."""
+
+    keys: Array
+    values: Array
+    segments: Any
+    mask: Array | None  # bool [rows, columns] where it is data
+    padding: Array  # bool [S]
+    tainted: Array  # bool [S]: queries that see what was not finite
+
+
+def _over_rows(
+    plan: Plan, arrays: Arrays, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
+) -> Any:
+    """`function(plan, masks, row, sinks, heads together, *by_head)` of every batch row."""
+    keys, values = key_arrays(plan, arrays.kv, arrays.entries)
+    padding = arrays.visibility.documents.is_padding
+    tainted = jnp.zeros_like(padding) if arrays.tainted is None else arrays.tainted
+    mask = dynamic_mask(plan, arrays) if plan.dynamic else None
+    ids = None if plan.dynamic else segments(plan, arrays.visibility)
+    shared = _Row(keys, values, ids, mask, padding, tainted)
+    static = None if plan.dynamic else static_masks_of(plan.layout, arrays.visibility, plan.call.blocks)
+    batch, heads = by_head[0].shape[:2]
+    together = some_heads.together(heads)
+
+    def of_row(both: tuple[_Row, tuple[Array, ...]]) -> Any:
+        row, by_head = both
+        masks = static if row.mask is None else kernel.dynamic_masks(row.mask, plan.call.blocks)
+        return function(plan, masks, row, arrays.sinks, together, *by_head)
+
+    # JAX's emulator of TPUs has no batched kernels, and neither have lists of tiles that are data.
+    if plan.dynamic or plan.call.interpret or not some_heads.fit(batch * heads):
+        return jax.lax.map(of_row, (shared, by_head))
+    return jax.vmap(of_row)((shared, by_head))
+
+
+def _by_heads(function: Callable[..., Any], start: Any, together: int, *arrays: Any) -> Any:
+    """`function(carry, *parts)` of some heads after others: the last carry, and results by head."""
+    heads = arrays[0].shape[0]
+    parts = jax.tree.map(lambda a: a.reshape(heads // together, together, *a.shape[1:]), arrays)
+    carry, results = jax.lax.scan(lambda carry, part: function(carry, *part), start, parts)
+    return carry, jax.tree.map(lambda a: a.reshape(heads, *a.shape[2:]), results)
+
+
+def _padded(plan: Plan, array: Array, value: float = 0.0) -> Array:
+    """Rows of one document made rows of the kernels: [H, S, ...] -> [H, padded rows, ...]."""
+    more = plan.layout.padded_rows - plan.layout.rows
+    return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)), constant_values=value)
+
+
+def _forward_row(
+    plan: Plan, masks: Masks, row: _Row, sinks: Array | None, together: int, q: Array
+) -> tuple[Array, Array]:
+    """Output [H, S, D] and log-sum-exp [H, S]; zeros and -inf for padding, NaN for what is lost."""
+
+    def group(carry: None, q: Array, sinks: Array | None) -> tuple[None, tuple[Array, Array]]:
+        operands = Operands(_padded(plan, q), row.keys, row.values, row.segments)
+        out, lse = kernel.forward(plan.call, masks.forward, operands)
+        out, lse = out[:, : plan.layout.rows], lse[:, : plan.layout.rows]
+        lost = row.tainted[None] | ~jnp.isfinite(q).all(axis=-1)
+        lse = jnp.where(row.padding[None], -jnp.inf, jnp.where(lost, jnp.nan, lse))
+        share = share_of_keys(lse.T[None], sinks)[0].T
+        out = jnp.where(row.padding[None, :, None], 0.0, out.astype(jnp.float32) * share[..., None])
+        return carry, (jnp.where(jnp.isnan(share)[..., None], jnp.nan, out).astype(q.dtype), lse)
+
+    return _by_heads(group, None, together, q, sinks)[1]
+
+
+def _backward_row(
+    plan: Plan,
+    masks: Masks,
+    row: _Row,
+    sinks: Array | None,
+    together: int,
+    q: Array,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients of queries [H, S, D] and sinks [H], and of keys and values [columns, D] in float32."""
+
+    def group(sums: tuple[Array, Array], *parts: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        q, out, lse, d_out, d_lse, sinks = parts
+        inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
+        silent = ~jnp.isfinite(lse)
+        of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], silent)
+        g = jnp.where(silent[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
+        # A silent query's weights are zero, but 0 x NaN is NaN.
+        sound = jnp.where(silent[..., None], 0.0, q)
+        operands = Operands(_padded(plan, sound), row.keys, row.values, row.segments)
+        d_q, d_k, d_v = kernel.backward(
+            plan.call,
+            masks.backward,
+            operands,
+            _padded(plan, of_rows.lse, math.inf),
+            _padded(plan, g),
+            _padded(plan, of_rows.offset),
+        )
+        sums = sums[0] + d_k.astype(jnp.float32), sums[1] + d_v.astype(jnp.float32)
+        d_sinks = jnp.zeros(q.shape[:1], jnp.float32) if of_rows.sinks is None else of_rows.sinks.sum(axis=1)
+        return sums, (d_q[:, : plan.layout.rows], d_sinks)
+
+    start = jnp.zeros(row.keys.shape, jnp.float32), jnp.zeros(row.keys.shape, jnp.float32)
+    (d_keys, d_values), (d_q, d_sinks) = _by_heads(group, start, together, q, out, lse, d_out, d_lse, sinks)
+    return d_q, d_sinks, d_keys, d_values

@@ -1,0 +1,75 @@
+"""Cycles of the Splash kernels, from the compiler's schedules and the list of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foveal.backends.splash.blocks import SplashBlocks
+from foveal.backends.splash.heads import backward_heads
+from foveal.backends.splash.mask import HCAStaticMask
+from foveal.backends.splash.mask_info import MaskInfo, static_mask_info
+from foveal.schedule import KernelSchedule
+
+
+def kernel_cycles(
+    schedules: Sequence[KernelSchedule], mask: HCAStaticMask, blocks: SplashBlocks, q: Any
+) -> int | None:
+    """Bundles that one core issues in all Splash kernels of a program, for queries like `q` [B, S, H, D].
+
+    None if there is no such kernel. Each conditional part of a kernel's step is executed as often as the list of tiles
+    says; Tokamax has them in this order: the first tile of a row of blocks (of a column, for the gradients of keys),
+    tiles without and with a mask, the last tile of a row.
+
+    Raises:
+        ValueError: kernels that are not made up as those of Tokamax 0.0.17.
+    """
+    cycles = {"splash_mqa_fwd_residuals": _forward, "splash_mqa_dkv_no_residuals": _backward}
+    named = [(cycles.get(schedule.name.split(".")[0]), schedule) for schedule in schedules]
+    each = [of_kernel(schedule, mask, blocks, q) for of_kernel, schedule in named if of_kernel is not None]
+    return sum(each) if each else None
+
+
+class _Tiles(NamedTuple):
+    """How many there are: all, without and with a mask; and rows (columns) of them."""
+
+    all: int
+    full: int
+    partial: int
+    lines: int
+
+    @classmethod
+    def of(cls, info: MaskInfo) -> _Tiles:
+        state = np.asarray(info.block_mask)
+        return cls(len(state), int((state == 2).sum()), int((state == 1).sum()), len(np.unique(info.active_rows)))
+
+
+def _forward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
+    tiles = _Tiles.of(static_mask_info(mask, blocks.q, blocks.kv))
+    steps = _bundles(schedule, tiles, [tiles.lines, tiles.full, tiles.partial, tiles.lines])
+    return q.shape[0] * q.shape[2] // blocks.stacked_heads * steps
+
+
+def _backward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
+    """The first head of those that a call takes writes the keys' gradients, and the others add to them."""
+    tiles = _Tiles.of(static_mask_info(mask, blocks.q_backward, blocks.kv_backward, is_dkv=True))
+    together = backward_heads(mask.layout, q).together(q.shape[2])
+    calls = q.shape[0] * q.shape[2] // together
+    if together == 1:
+        return calls * _bundles(schedule, tiles, [tiles.lines, tiles.full, tiles.partial, tiles.lines])
+    counts = [together * n for n in (tiles.lines, tiles.full, tiles.partial)]
+    counts += [tiles.lines, (together - 1) * tiles.lines]
+    return calls * _bundles(schedule, tiles._replace(all=together * tiles.all), counts)
+
+
+def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:
+    """What comes after the kernel's own conditional parts are copies of results that are small enough to stay in VMEM.
+
+    A tile with a mask takes about as much as one without: if not, these are not the parts that they are taken for.
+    """
+    parts = schedule.branches[: len(counts)]
+    if len(parts) != len(counts) or schedule.inner_loops or not 0.5 <= parts[2] / parts[1] <= 2:
+        raise ValueError(f"schedules: expected {len(counts)} conditional parts and no loop in a step, got {schedule}")
+    return tiles.all * schedule.step + sum(n * size for n, size in zip(counts, parts, strict=True))

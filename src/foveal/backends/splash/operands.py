@@ -1,0 +1,112 @@
+"""What the Splash kernels take: keys, documents' ids and masks of whole batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from foveal.backends.dense import entry_mask
+from foveal.backends.request import AttentionRequest
+from foveal.backends.splash.blocks import SplashBlocks
+from foveal.backends.splash.kernel import Call, Masks, segment_ids, static_masks
+from foveal.backends.splash.layout import KeyLayout
+from foveal.backends.splash.mask import HCAStaticMask
+from foveal.geometry import Visibility
+from foveal.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static.
+
+    Attributes:
+        call: of the kernels.
+        layout: of rows and columns.
+        scale: of the logits.
+        dynamic: whether the mask is data.
+        sharding: of q [B, S, H, D] over the mesh in context, or None.
+    """
+
+    call: Call
+    layout: KeyLayout
+    scale: float
+    dynamic: bool
+    sharding: PartitionSpec | None = None
+
+
+class Arrays(NamedTuple):
+    """The arrays of a request."""
+
+    q: Array
+    kv: Array
+    entries: Array | None
+    sinks: Array | None
+    visibility: Visibility
+    indices: Array | None
+    tainted: Array | None
+
+    @classmethod
+    def of(cls, request: AttentionRequest) -> Arrays:
+        """Those of `request`."""
+        return cls(**{name: getattr(request, name) for name in cls._fields})
+
+
+def key_arrays(plan: Plan, kv: Array, entries: Array | None) -> tuple[Array, Array]:
+    """Keys and values [B, columns, D]: raw tokens and entries, the keys scaled.
+
+    The kernels do not scale logits. Scaled queries would copy the largest array there is; keys are one head's.
+    """
+    layout = plan.layout
+    values = jnp.pad(kv, ((0, 0), (0, layout.entry_start - layout.rows), (0, 0)))
+    if entries is not None:
+        values = jnp.concatenate([values, entries], axis=1)
+    values = jnp.pad(values, ((0, 0), (0, layout.columns - values.shape[1]), (0, 0)))
+    keys = values if plan.scale == 1.0 else (values.astype(jnp.float32) * plan.scale).astype(values.dtype)
+    return keys, values
+
+
+def static_masks_of(layout: KeyLayout, visibility: Visibility, blocks: SplashBlocks) -> Masks:
+    """Of rows that are one document each, as everything but the documents' ids takes them."""
+    return static_masks(static_mask(layout, visibility), blocks)
+
+
+def static_mask(layout: KeyLayout, visibility: Visibility) -> HCAStaticMask:
+    """The same before the tiles are known."""
+    return HCAStaticMask(layout, visibility.sliding_window, visibility.compress_ratio if layout.slots else 0)
+
+
+def segments(plan: Plan, visibility: Visibility) -> Any:
+    """Ids of documents [B, rows] and [B, columns], equal for a query and the keys of its document; None if not needed.
+
+    A document is told by the row at which it starts, padding by a number of its own each, so that it sees itself, and
+    what nobody sees by -1.
+    """
+    layout, documents = plan.layout, visibility.documents
+    if documents.alignment == 0:  # what stands before a token is of its document: the mask alone says it
+        return None
+    row = jnp.arange(layout.entry_start, dtype=jnp.int32)
+    real = jnp.where(documents.is_padding, -2 - row[: layout.rows], documents.document_start)
+    ids = jnp.broadcast_to(-2 - row, (real.shape[0], layout.entry_start)).at[:, : layout.rows].set(real)
+    columns = jnp.concatenate([ids, visibility.slot_document_start], axis=1)
+    columns = jnp.pad(columns, ((0, 0), (0, layout.columns - columns.shape[1])), constant_values=-1)
+    return segment_ids(ids[:, : layout.padded_rows], columns)
+
+
+def dynamic_mask(plan: Plan, arrays: Arrays) -> Array:
+    """bool [B, rows, columns]; padding sees itself."""
+    layout, visibility = plan.layout, arrays.visibility
+    more = layout.padded_rows - layout.rows
+    alone = jnp.pad(visibility.documents.is_padding, ((0, 0), (0, more)), constant_values=True)
+    alone = alone[:, :, None] & jnp.eye(layout.padded_rows, layout.columns, dtype=bool)[None]
+    parts = [(visibility.window_mask(), 0)]
+    if arrays.entries is not None:
+        parts.append((entry_mask(visibility, arrays.indices), layout.entry_start))
+    mask = alone
+    for part, column in parts:
+        widths = (0, 0), (0, more), (column, layout.columns - column - part.shape[2])
+        mask = mask | jnp.pad(part, widths)
+    return mask

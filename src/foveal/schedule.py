@@ -1,0 +1,107 @@
+"""Reads what the TPU compiler writes down of the kernels that it schedules.
+
+A kernel's last form is a list of bundles, the instructions that a core issues in one cycle. How many bundles one step
+of a kernel's grid runs through is a lower bound of its cycles: waits for memory come on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+_BUNDLE = re.compile(r"^ *(0|0x[0-9a-f]+) +(?:L[HBE]|P[BF]|CT)?: *((?:> *)*)\{", re.M)
+_BRANCH = re.compile(r"\bsbr\.rel \(.*?\) target = \$region(\d+)")
+_STARTS = re.compile(r"\b(?:Start region|Start/End empty region) (\d+)")
+_DELAY_SLOTS = 4
+"""Bundles after a branch that are executed in any case."""
+
+_TRANSFER = re.compile(r"\bdma\.|\bvsync")
+"""Of blocks in and out, begun or waited for: where it is conditional, that is the grid's own doing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSchedule:
+    """Bundles of one step of a Pallas kernel's grid.
+
+    Attributes:
+        name: of the kernel, with the compiler's number.
+        step: that every step runs through.
+        branches: of each conditional part, in order of the code: the kernel's own (`pl.when`), and those in which the
+            grid copies results that stay in VMEM.
+        inner_loops: loops within a step; what they repeat is counted once.
+    """
+
+    name: str
+    step: int
+    branches: tuple[int, ...]
+    inner_loops: int
+
+
+def dump_flags(directory: str | Path) -> str:
+    """What has to stand in the environment's LIBTPU_INIT_ARGS before libtpu is loaded, to have schedules written."""
+    return (
+        f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
+    )
+
+
+def kernel_schedules(directory: str | Path) -> list[KernelSchedule]:
+    """The schedules of the Pallas kernels in a directory that `dump_flags` named, in order of compilation.
+
+    Args:
+        directory: of the dump of one program.
+    """
+    found = []
+    for analysis in sorted(Path(directory).glob("*schedule-analysis_final_bundles.txt")):
+        if "tpu_custom_call" in analysis.read_text() and not analysis.name.split("-", 1)[1].startswith("TLP"):
+            name = re.sub(r"-\d+-schedule-analysis_final_bundles\.txt$", "", analysis.name)
+            (bundles,) = (
+                path
+                for path in Path(directory).glob(f"{name}-*-final_bundles.txt")
+                if re.fullmatch(r"-\d+-final_bundles\.txt", path.name.removeprefix(name))
+            )
+            found.append(_schedule(name.split("-", 1)[1], bundles.read_text()))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Bundles [start, end), and the conditional parts within."""
+
+    start: int
+    end: int
+    parts: tuple[_Part, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+def _schedule(name: str, text: str) -> KernelSchedule:
+    matches = list(_BUNDLE.finditer(text))
+    ends = [match.start() for match in matches[1:]] + [len(text)]
+    bodies = [text[match.start() : end] for match, end in zip(matches, ends, strict=True)]
+    depths = [match[2].count(">") for match in matches]
+    inside = [i for i, depth in enumerate(depths) if depth] or [*range(len(depths))]  # a kernel without a grid
+    inner_loops = sum(1 for outer, depth in zip(depths, depths[1:], strict=False) if depth > max(outer, 1))
+    starts = {int(region): i for i, body in enumerate(bodies) for region in _STARTS.findall(body)}
+    conditional = []
+    for i in inside:
+        for region in _BRANCH.findall(bodies[i]):
+            target = starts[int(region)]
+            if i < target <= inside[-1] + 1 and target - i - 1 > _DELAY_SLOTS:
+                conditional.append((i + 1 + _DELAY_SLOTS, target))
+    step = _nested(inside[0], inside[-1] + 1, conditional)
+    base = step.size
+    # Steps before the first and after the last only move data: all the work stands under one condition.
+    while len(whole := [part for part in step.parts if part.size > step.size / 2]) == 1 and whole[0].parts:
+        step = whole[0]
+    own = (p for p in step.parts if not any(_TRANSFER.search(body) for body in bodies[p.start : p.end]))
+    branches = tuple(part.size for part in own)
+    return KernelSchedule(name, base - sum(branches), branches, inner_loops)
+
+
+def _nested(start: int, end: int, ranges: list[tuple[int, int]]) -> _Part:
+    within = [r for r in ranges if start <= r[0] and r[1] <= end and r != (start, end)]
+    outermost = [r for r in within if not any(o != r and o[0] <= r[0] and r[1] <= o[1] for o in within)]
+    return _Part(start, end, tuple(_nested(*r, within) for r in sorted(set(outermost))))

@@ -1,0 +1,73 @@
+"""Cycles of the Splash kernels, by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from foveal import Splash, SplashBlocks, SplashDynamic
+from foveal.backends.splash import heads
+from foveal.geometry import Documents, Visibility
+from foveal.schedule import KernelSchedule
+
+S, H, D, W, M = 1024, 4, 64, 128, 2
+FORWARD = KernelSchedule("splash_mqa_fwd_residuals.3", 10**2, (1, 2 * 10**6, 10**6, 10**4), 0)
+BACKWARD = KernelSchedule("splash_mqa_dkv_no_residuals.1", 10**2, (1, 2 * 10**6, 10**6, 10**4, 3 * 10**4), 0)
+BLOCKS = SplashBlocks(128, 128, 256, 256, stacked_heads=2)
+Q = jax.ShapeDtypeStruct((3, S, H, D), jnp.bfloat16)
+VISIBILITY = Visibility(Documents.unpacked(3, S), W, M)
+
+
+def tiles(q: int, kv: int) -> tuple[int, int, int, int]:
+    """All that are not empty, those that all see, the others; rows of tiles. From the mask itself, tile by tile."""
+    raw, entries = (np.asarray(m[0]) for m in (VISIBILITY.window_mask(), VISIBILITY.entry_mask()))
+    raw, entries = (np.pad(m, ((0, 0), (0, -m.shape[1] % kv))) for m in (raw, entries))
+    mask = np.concatenate([raw, entries], axis=1)
+    parts = mask.reshape(S // q, q, -1, kv).transpose(0, 2, 1, 3).reshape(S // q, -1, q * kv)
+    some, every = parts.any(axis=-1), parts.all(axis=-1)
+    return some.sum(), every.sum(), (some & ~every).sum(), S // q
+
+
+def test_forward_by_hand():
+    every, full, partial, rows = tiles(128, 128)
+    assert full
+    assert partial
+    of_a_pair = every * 100 + rows * (1 + 10**4) + full * 2 * 10**6 + partial * 10**6
+    backend = Splash(blocks=BLOCKS)
+    assert backend.cycles([FORWARD], Q, VISIBILITY) == 3 * (H // 2) * of_a_pair
+    assert SplashDynamic(blocks=BLOCKS).cycles([FORWARD], Q, VISIBILITY) == 3 * (H // 2) * of_a_pair
+
+
+@pytest.mark.parametrize("together", [4, 2])
+def test_backward_by_hand(together, monkeypatch):
+    """Of the heads that a call takes the first writes gradients of keys, and the others add to them."""
+    monkeypatch.setattr(heads, "_AT_A_TIME", together * S * 6 * D * 2)
+    every, full, partial, _ = tiles(256, 256)
+    columns = (S + S // M + 255) // 256
+    of_a_head = every * 100 + columns + full * 2 * 10**6 + partial * 10**6
+    of_a_call = together * of_a_head + columns * 10**4 + (together - 1) * columns * 3 * 10**4
+    backend = Splash(blocks=BLOCKS)
+    assert backend.cycles([BACKWARD], Q, VISIBILITY) == 3 * H // together * of_a_call
+    assert backend.cycles([FORWARD, BACKWARD], Q, VISIBILITY) == 3 * H // together * of_a_call + backend.cycles(
+        [FORWARD], Q, VISIBILITY
+    )
+
+
+def test_a_call_for_each_head_has_no_others(monkeypatch):
+    monkeypatch.setattr(heads, "_AT_A_TIME", 0)
+    every, full, partial, _ = tiles(256, 256)
+    columns = (S + S // M + 255) // 256
+    of_a_head = every * 100 + columns * (1 + 10**4) + full * 2 * 10**6 + partial * 10**6
+    assert Splash(blocks=BLOCKS).cycles([BACKWARD], Q, VISIBILITY) == 3 * H * of_a_head
+
+
+def test_other_kernels():
+    backend = Splash(blocks=BLOCKS)
+    assert backend.cycles([KernelSchedule("other.1", 5, (), 0)], Q, VISIBILITY) is None
+    for broken in (
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2), 0),  # parts are missing
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 9, 2, 9), 0),  # those are others
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2, 2, 1), 1),  # a loop, whose count is not known
+    ):
+        with pytest.raises(ValueError, match="schedules: expected 4 conditional parts and no loop in a step"):
+            backend.cycles([broken], Q, VISIBILITY)

@@ -5,16 +5,18 @@ import functools
 import importlib.util
 import json
 import os
+import pathlib
 import types
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from benchmarks import contenders, measure, report
+from benchmarks import compiled, contenders, measure, report, tiles
 from benchmarks.cases import Case, suite
 from foveal import LayerType
 
+RESULTS = pathlib.Path(compiled.__file__).parent / "results"
 SUITES = ("quick", "core", "layer", "long", "bf16")
 HCA = Case("core", "hca", length=256, heads=4, head_dim=64, backward=True)
 CSA = Case("core", "csa", length=64, heads=4, head_dim=64, backward=True, top_k=8)
@@ -179,3 +181,55 @@ def test_a_report_is_three_files(tmp_path):
     assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
     assert text.read_text() == report.table(rows)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------------------------- what the TPU compiler reports
+
+
+def test_a_report_is_written_as_the_command_prints_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(compiled.REPORTS, "small", ("--preset", "tiny", "--target", "v5e", "--no-cycles"))
+    compiled.main(["small", "--out", str(tmp_path)])
+    (row,) = map(json.loads, (tmp_path / "compile-small.jsonl").read_text().splitlines())
+    assert (row["preset"], row["verdict"]) == ("tiny", "compiles")
+    monkeypatch.setitem(compiled.REPORTS, "small", ("--target", "none"))
+    with pytest.raises(SystemExit, match="small: foveal compile ended with code 2"):
+        compiled.main(["small", "--out", str(tmp_path)])
+
+
+def kept(name: str) -> dict[tuple[int, str], dict]:
+    """A kept report by length and implementation."""
+    lines = (RESULTS / f"compile-{name}.jsonl").read_text().splitlines()
+    return {(row["length"], row["implementation"]): row for row in map(json.loads, lines)}
+
+
+def test_reports_are_those_of_the_commands():
+    assert {path.name for path in RESULTS.glob("compile-*.jsonl")} == {f"compile-{n}.jsonl" for n in compiled.REPORTS}
+    for name, arguments in compiled.REPORTS.items():
+        asked = dict(zip(arguments, [*arguments[1:], ""], strict=True))
+        rows = kept(name).values()
+        assert {str(row["length"]) for row in rows} == set(asked["--seq"].split(","))
+        assert {row["implementation"] for row in rows} == set(asked.get("--implementation", "splash").split(","))
+        assert {row["backward"] for row in rows} == {"--backward" in arguments}
+        assert {row["target"] for row in rows} == {asked.get("--target", "v5p")}
+
+
+def test_the_table_in_the_docs_has_the_kept_figures():
+    """Memory and cycles of static and dynamic masks, and the least time."""
+    text = (RESULTS.parents[1] / "docs" / "splash.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "| forward" in line and line[2].isdigit()]
+    assert len(rows) == 10
+    for length, passes, *cells in rows:
+        name = "backward" if passes == "forward and backward" else "forward"
+        static, dynamic = kept(f"core-{name}"), kept(f"dynamic-{name}")
+        length = int(length)
+        reports = [static[length, "splash"], dynamic[length, "splash_dynamic"], static[length, "chunked"]]
+        expected = [f"{r['peak_bytes'] / 2**30:.1f}" if r["verdict"] == "compiles" else r["verdict"] for r in reports]
+        expected += [f"{r['kernel_cycles'] / 1e6:.1f}" if r.get("kernel_cycles") else "" for r in reports[:2]]
+        expected.append(f"{reports[0]['roofline_seconds'] * 1e3:.1f}")
+        assert [cell.strip() for cell in cells] == expected, length
+
+
+def test_the_picture_of_tiles(tmp_path):
+    path = tmp_path / "tiles.png"
+    tiles.draw(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,9 @@ import pytest
 
 from foveal.schedule import KernelSchedule, dump_flags, kernel_schedules
 
-ANALYSIS = 'total scheduled bundles: 9\n 9 scheduled bundles (100%): custom-call(), custom_call_target="tpu_custom_call"\n'
+ANALYSIS = (
+    'total scheduled bundles: 9\n 9 scheduled bundles (100%): custom-call(), custom_call_target="tpu_custom_call"\n'
+)
 
 
 def bundles(lines: list[tuple[int, str, str]]) -> str:
@@ -45,7 +47,7 @@ def test_a_step_and_its_conditional_parts(tmp_path):
 
 
 def test_all_of_a_step_may_stand_under_one_condition(tmp_path):
-    """Steps before the first and after the last move data only: what is conditional within the others is the kernel's."""
+    """Steps before the first and after the last move data only; the kernel's own parts stand within the others."""
     inner = conditional(1, 8, WORK * 20) + conditional(1, 9, WORK * 30)
     (skip, *slots), rest = conditional(1, 7, [])[:-1], conditional(1, 7, [])[-1:]
     body = [(1, "%i = sphi %0", ""), skip, *slots, *inner, *rest]

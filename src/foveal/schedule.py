@@ -7,6 +7,7 @@ of a kernel's grid runs through is a lower bound of its cycles: waits for memory
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -39,7 +40,13 @@ class KernelSchedule:
 
 
 def dump_flags(directory: str | Path) -> str:
-    """What has to stand in the environment's LIBTPU_INIT_ARGS before libtpu is loaded, to have schedules written."""
+    """What has to stand in the environment's LIBTPU_INIT_ARGS before libtpu is loaded, to have schedules written.
+
+    Raises:
+        ValueError: a path with a space, which would end the flag.
+    """
+    if re.search(r"\s", str(directory)):
+        raise ValueError(f"directory: expected a path without spaces, got {str(directory)!r}")
     return (
         f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
     )
@@ -83,7 +90,7 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     bodies = [text[match.start() : end] for match, end in zip(matches, ends, strict=True)]
     depths = [match[2].count(">") for match in matches]
     inside = [i for i, depth in enumerate(depths) if depth] or [*range(len(depths))]  # a kernel without a grid
-    inner_loops = sum(1 for outer, depth in zip(depths, depths[1:], strict=False) if depth > max(outer, 1))
+    inner_loops = sum(1 for outer, depth in itertools.pairwise(depths) if depth > max(outer, 1))
     starts = {int(region): i for i, body in enumerate(bodies) for region in _STARTS.findall(body)}
     conditional = []
     for i in inside:

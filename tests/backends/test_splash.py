@@ -4,6 +4,7 @@ An emulated case costs seconds, so each program here is compiled once and sees a
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -162,17 +163,17 @@ def test_chosen_blocks_change_nothing():
     assert_same(got, densely(args, unpacked(489, M), None, cotangents))
 
 
+def counted_call(calls, real, call, info, operands, *others):
+    calls.append(operands.q.shape[0])
+    return real(call, info, operands, *others)
+
+
 @pytest.fixture
 def some_heads(monkeypatch):
     """As of rows so long that the kernels take some of the four heads at a time; lists how many each call takes."""
     taken: dict[str, list[int]] = {"forward": [], "backward": []}
-    for name, calls in taken.items():
-
-        def counted(call, info, operands, *others, calls=calls, real=getattr(kernel, name)):
-            calls.append(operands.q.shape[0])
-            return real(call, info, operands, *others)
-
-        monkeypatch.setattr(kernel, name, counted)
+    for name in taken:
+        monkeypatch.setattr(kernel, name, functools.partial(counted_call, taken[name], getattr(kernel, name)))
     monkeypatch.setattr(heads, "_AT_A_TIME", 3 * 512 * 6 * D * 4)  # three heads backward, and 3 | 4 not
     return taken
 
@@ -227,14 +228,17 @@ def test_nan_in_a_query_reaches_that_query_alone(with_sinks):
     assert_poison_stays(args, (q, *args[1:]), visibility, cotangents, lost)
 
 
-def test_nan_in_a_key_reaches_those_who_see_it_alone():
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_nan_in_a_key_reaches_those_who_see_it_alone(with_sinks):
+    """And infinity in a query, here the first, which sees one key only."""
     args, cotangents = problem(489, M)
+    args = args if with_sinks else (*args[:3], None)
     assert args[2] is not None
-    kv, entries = args[1].copy(), args[2].copy()
-    kv[1, 100, 1], entries[0, 20, 5] = np.nan, np.inf
+    q, kv, entries = args[0].copy(), args[1].copy(), args[2].copy()
+    kv[1, 100, 1], entries[0, 20, 5], q[1, 0, 2, 3] = np.nan, np.inf, -np.inf
     lost = np.zeros((B, 489, H), bool)
-    lost[1, 100 : 100 + W] = lost[0, 21 * M - 1 :] = True
-    assert_poison_stays(args, (args[0], kv, entries, args[3]), unpacked(489, M), cotangents, lost)
+    lost[1, 100 : 100 + W] = lost[0, 21 * M - 1 :] = lost[1, 0, 2] = True
+    assert_poison_stays(args, (q, kv, entries, args[3]), unpacked(489, M), cotangents, lost)
 
 
 def assert_poison_stays(clean, poisoned, visibility, cotangents, lost: np.ndarray) -> None:

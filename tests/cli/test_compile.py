@@ -48,7 +48,13 @@ def test_a_refusal_is_reported_with_its_reason(capsys):
 
 def test_the_table(capsys, monkeypatch):
     report = {"verdict": "compiles", "message": "", "mask_seconds": None, "peak_bytes": 3 << 30, "temporary_bytes": 1}
-    monkeypatch.setattr(command, "_in_a_process", lambda case, timeout, cycles: report | {"kernel_cycles": 2_250_000 if cycles else None} | {"roofline_seconds": 0.25})
+    monkeypatch.setattr(
+        command,
+        "_in_a_process",
+        lambda case, timeout, cycles: (
+            report | {"kernel_cycles": 2_250_000 if cycles else None} | {"roofline_seconds": 0.25}
+        ),
+    )
     assert main(["compile", "--seq", "4096", "--implementation", "chunked"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "4096" in line)
     assert line.split() == ["4096", "chunked", "compiles", "-", "-", "-", "3.00", "0.00", "2.25", "250.00"]
@@ -67,12 +73,20 @@ def test_a_compiler_that_dies_or_hangs_is_a_verdict(monkeypatch):
         (["--seq", "0"], "--seq"),
         (["--seq", "x"], "--seq"),
         (["--implementation", "nonsense"], "--implementation: expected some of"),
-        (["--mesh", "sequence=2"], "--mesh: expected axes of data, tensor"),
-        (["--mesh", "data"], "--mesh"),
+        (["--mesh", "sequence=2"], "--mesh: expected each of data, tensor once at most, got sequence"),
+        (["--mesh", "data=2,data=2"], "--mesh: expected each of data, tensor once at most, got data, data"),
+        (["--mesh", "data"], "--mesh: expected AXIS=N, got 'data'"),
+        (["--mesh", "data=2"], "--mesh: expected a divisor of --batch 1 for data, got 2"),
+        (["--mesh", "tensor=3"], "--mesh: expected a divisor of 64 heads for tensor, got 3"),
+        (["--mesh", "tensor=64"], "--mesh: expected 16 chips of v5p at most, got 64"),
         (["--target", "v1"], "--target"),
         (["--blocks", "128,128"], "--blocks: expected 5 numbers"),
         (["--blocks", "128,128,256,100,1"], "--blocks: kv_backward: expected a positive multiple of 128"),
-        (["--blocks", "128,128,128,128,1", "--implementation", "chunked"], "--blocks: expected --implementation splash"),
+        (
+            ["--blocks", "128,128,128,128,1", "--implementation", "chunked"],
+            "--blocks: expected --implementation splash",
+        ),
+        (["--blocks", "128,128,256,256,3"], "--blocks: expected a divisor of a chip's 64 heads for HEADS, got 3"),
         (["--compiler-option", "fast"], "--compiler-option: expected NAME=VALUE"),
     ],
 )
@@ -81,6 +95,19 @@ def test_bad_arguments_end_in_one_line_and_code_2(capsys, arguments, complaint):
     error = capsys.readouterr().err
     assert complaint in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_report_without_cycles_says_why(capsys, monkeypatch, tmp_path):
+    """And a directory that no flag can name is refused."""
+    monkeypatch.setattr(command, "dump_flags", lambda directory: "")  # so nothing is written
+    (row,) = rows_of(capsys, *TINY, "--seq", "512")
+    assert (row["verdict"], row["kernel_cycles"]) == ("compiles", None)
+    assert row["message"] == "no cycles: the compiler wrote down no schedule of a Splash kernel"
+    monkeypatch.undo()
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path / "a b"))
+    assert main([*TINY, "--seq", "512"]) == 2
+    assert "directory: expected a path without spaces" in capsys.readouterr().err
 
 
 def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
@@ -99,7 +126,7 @@ def test_chosen_blocks_and_options_of_the_compiler(capsys):
 
 
 def test_cycles_of_the_forward_kernels(capsys):
-    """Flash's sizes, 4096 rows, v5p: a guard against slower tiles. Without stacked heads (before Tokamax 0.0.17) more."""
+    """Flash's sizes, 4096 rows, v5p: against slower tiles. Without stacked heads (before Tokamax 0.0.17) more."""
     (row,) = rows_of(capsys, "compile", "--seq", "4096")
     assert row["kernel_cycles"] < (2.3e6 if CAN_STACK_HEADS else 4.5e6)  # measured: 2.25 and 4.16 million
     (narrow,) = rows_of(capsys, "compile", "--seq", "4096", "--blocks", "512,512,256,256,1")
@@ -109,16 +136,19 @@ def test_cycles_of_the_forward_kernels(capsys):
 @pytest.mark.slow
 def test_static_masks_at_the_lengths_they_are_for(capsys):
     """Flash's sizes on one v5p of 95 GB: 131072 rows forward and backward, and half the memory of a dynamic mask."""
-    (row,) = rows_of(capsys, "compile", "--seq", "131072", "--backward")
+    (row,) = rows_of(capsys, "compile", "--seq", "131072", "--backward", "--no-cycles")
     assert row["verdict"] == "compiles"
-    assert row["peak_bytes"] < 36 << 30  # measured: 35.2 GiB
-    static, dynamic = rows_of(capsys, "compile", "--seq", "65536", "--implementation", "splash,splash_dynamic")
+    assert row["peak_bytes"] < 36 << 30  # measured: 35.6 GiB
+    static, dynamic = rows_of(
+        capsys, "compile", "--seq", "65536", "--implementation", "splash,splash_dynamic", "--no-cycles"
+    )
     assert static["peak_bytes"] < 0.52 * dynamic["peak_bytes"]
-    assert static["temporary_bytes"] < 1 << 28
+    assert static["temporary_bytes"] < 1.8 * (1 << 30)  # what eight heads need at a time
 
 
 @pytest.mark.slow
 def test_a_whole_layer_at_131072_rows(capsys):
-    (row,) = rows_of(capsys, "compile", "--what", "layer", "--seq", "131072", "--backward")
+    """Without options of the compiler."""
+    (row,) = rows_of(capsys, "compile", "--what", "layer", "--seq", "131072", "--backward", "--no-cycles")
     assert row["verdict"] == "compiles"
-    assert row["peak_bytes"] < 69 << 30  # measured: 68.2 GiB
+    assert row["peak_bytes"] < 55 << 30  # measured: 54.6 GiB

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
 from foveal.nn import ACTIVATION_NAMES
+from foveal.ops import indexing
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.parameters import get_params, set_params
@@ -106,7 +107,8 @@ def test_remat_policies_can_name_every_activation(layer_type, pure_layer, proble
     assert {name for name in names if any(f"'{name}'" in line for line in lines)} >= SAVED[layer_type] - {"index_keys"}
 
 
-def test_saved_indices_spare_the_backward_pass_the_indexer(pure_layer, problem):
+def test_saved_indices_spare_the_backward_pass_the_indexer(pure_layer, problem, monkeypatch):
+    monkeypatch.setattr(indexing, "platform", lambda: "tpu")  # where the choice is one operation, to be counted
     params, x, cotangent = problem(LayerType.CSA, 3, length=19)
 
     def program(policy):
@@ -349,7 +351,6 @@ def test_index_scores_of_all_heads_never_exist_at_once(packed, with_gradients):
 
     program = jax.make_jaxpr(jax.grad(forward, argnums=(0, 1)) if with_gradients else forward)(state, x, ids)
     sizes = [math.prod(var.aval.shape) for e in equations(program.jaxpr) for var in e.outvars]
-    assert count(program.jaxpr, "top_k") >= 1
     assert max(sizes) < length * (length // config.csa_ratio) * heads
     assert max(sizes) >= length * heads * config.index_head_dim  # the queries, so the program was looked into
 

@@ -1,6 +1,7 @@
 """The choice of entries: exact, ties to the lower slot, nothing unseen, whatever the block; and its memory."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -134,7 +135,18 @@ def test_special_scores(data):
         np.testing.assert_array_equal(actual, best_by_hand(scores, visible, count))
 
 
-best_slots = jax.jit(indexing._best_slots, static_argnums=3)
+@functools.partial(jax.jit, static_argnums=3)
+def both_ways(scores, first, end, count: int) -> tuple[jax.Array, jax.Array]:
+    """By sorting, and by bisection."""
+    ranks = indexing._rank(scores, 0, first, end)
+    return indexing._best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
+
+
+def best_slots(scores: np.ndarray, first: np.ndarray, end: np.ndarray, count: int) -> np.ndarray:
+    """[B, T, count] of scores [B, T, C]; both ways agree."""
+    by_sorting, by_bisection = both_ways(scores, first, end, count)
+    np.testing.assert_array_equal(by_bisection, by_sorting)
+    return np.asarray(by_sorting)
 
 
 def test_ties_at_sizes_of_use():
@@ -210,6 +222,34 @@ def test_block_size_does_not_matter(block_size):
     problem = small_integers(6)
     expected = best_by_hand(scores_by_hand(*problem), reference_visibility(PACKED, 4, M)[1], 3)
     np.testing.assert_array_equal(select(*problem, PACKED, top_k=3, block_size=block_size), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_many_blocks_of_entries(device, monkeypatch):
+    """Some queries see less than what is chosen and others more; documents begin and end within blocks of both."""
+    monkeypatch.setattr(indexing, "platform", lambda: device)
+    length, ratio, top_k = 2600, 2, 100
+    rng = np.random.default_rng(11)
+    ids = np.repeat([[1, 2, 0, 3], [4, 0, 5, 6]], [150, 1751, 99, 600], axis=1)
+    q, weights, keys = (
+        rng.integers(-2, 3, shape).astype(np.float32) for shape in ((2, length, 3, 2), (2, length, 3), (2, 1300, 2))
+    )
+    visibility = Visibility(Documents.from_segment_ids(ids), 4, ratio)
+    chosen = jax.jit(lambda *a: select_entries(*a, visibility=visibility, top_k=top_k))(q, weights, keys)
+    visible = reference_visibility(ids, 4, ratio)[1]
+    assert (visible.sum(axis=-1) > 5 * top_k).any()
+    np.testing.assert_array_equal(chosen, best_by_hand(scores_by_hand(q, weights, keys), visible, top_k))
+
+
+@pytest.mark.parametrize("poison", [np.nan, 3e38])
+def test_a_score_that_is_not_a_number_is_not_chosen_where_there_is_no_choice(poison):
+    """A query that sees fewer entries than it may have gets them all, but for this: its sum overflows both ways."""
+    q, keys = np.ones((1, 8, 2, 2), np.float32), np.ones((1, 2, 2), np.float32)
+    weights = np.tile(np.array([1.0, -1.0], np.float32), (1, 8, 1))
+    keys[0, 1] = poison
+    visibility = Visibility(Documents.unpacked(1, 8), 4, M)
+    chosen = select_entries(jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys), visibility=visibility, top_k=2)
+    np.testing.assert_array_equal(chosen[0], [[-1, -1]] * 2 + [[0, -1]] * 6)
 
 
 def test_deterministic_and_equivariant_to_the_order_of_the_batch():

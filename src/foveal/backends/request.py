@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
+from foveal.backends.program import platform
 from foveal.geometry import Visibility
 from foveal.typing import Array, Precision, accumulation_dtype
 
@@ -47,12 +47,8 @@ class AttentionRequest:
 
     @property
     def platform(self) -> str:
-        """Where this will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default.
-
-        A mesh of devices that are not here is how programs are compiled ahead of time.
-        """
-        device = jax.sharding.get_abstract_mesh().abstract_device
-        return jax.default_backend() if device is None else device.platform
+        """Where this will run: "cpu", "gpu" or "tpu"."""
+        return platform()
 
 
 class Backend(abc.ABC):

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from foveal.aot import TARGETS
 from foveal.cli.console import make_console, progress
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
+from foveal.config import AttentionConfig
 from foveal.schedule import dump_flags
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ results and temporaries of one chip. kernel: millions of bundles, a cycle each, 
 kernels: a lower bound, without waits for memory. least: the useful operations or bytes over the chip's rates, whichever
 is more.
 """
+PRESETS = {
+    "flash": AttentionConfig.deepseek_v4_flash,
+    "pro": AttentionConfig.deepseek_v4_pro,
+    "tiny": AttentionConfig.tiny,
+}
+"""Models by the name that `--preset` takes."""
+
 _SPEC, _DUMP = "--case-json", "--dump"
 
 
@@ -64,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--target", choices=tuple(TARGETS), default="v5p", help="the TPU (default: %(default)s)")
     add("--what", choices=("core", "layer"), default="core", help="core attention or a whole layer (default: core)")
     add("--layer", choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
-    add("--preset", choices=("flash", "pro", "tiny"), default="flash", help="whose sizes (default: flash)")
+    add("--preset", choices=tuple(PRESETS), default="flash", help="whose sizes (default: flash)")
     lengths = _list_of(int_between(1, 1 << 24))
     add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens in a row (default: 4096)")
     add(
@@ -95,7 +104,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--timeout", type=int_between(1, 86400), default=900, metavar="S", help="seconds a case may take (default: 900)"
     )
-    add("--no-cycles", action="store_true", help="without the kernels' cycles: half the time of compiling")
+    add("--no-cycles", action="store_true", help="without the kernels' cycles; compiling then takes half as long")
     add("--json", action="store_true", help="print a line of JSON a case instead of a table")
     for hidden in (_SPEC, _DUMP):
         add(hidden, help=argparse.SUPPRESS)
@@ -140,12 +149,9 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
     unknown = [name for name in args.implementation if name not in registry.names()]
     if unknown:
         raise CliError(f"--implementation: expected some of {', '.join(registry.names())}, got {unknown[0]!r}")
-    known = ("data", "tensor")
-    for axis, _ in args.mesh:
-        if axis not in known:
-            raise CliError(f"--mesh: expected axes of {', '.join(known)}, got {axis!r}")
+    _check_mesh(args)
     if args.blocks:
-        _check_blocks(args.blocks, args.implementation)
+        _check_blocks(args)
     return [
         CompileCase(
             args.target,
@@ -165,18 +171,38 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
     ]
 
 
-def _check_blocks(sizes: Sequence[int], implementations: Sequence[str]) -> None:
+def _check_mesh(args: argparse.Namespace) -> None:
+    known = ("data", "tensor")
+    axes = [axis for axis, _ in args.mesh]
+    for axis in axes:
+        if axis not in known or axes.count(axis) > 1:
+            raise CliError(f"--mesh: expected each of {', '.join(known)} once at most, got {', '.join(axes)}")
+    sizes = dict(args.mesh)
+    chips, most = math.prod(sizes.values()), max(TARGETS[args.target].topologies)
+    if chips > most:
+        raise CliError(f"--mesh: expected {most} chips of {args.target} at most, got {chips}")
+    if args.batch % sizes.get("data", 1):
+        raise CliError(f"--mesh: expected a divisor of --batch {args.batch} for data, got {sizes['data']}")
+    heads = PRESETS[args.preset]().num_attention_heads
+    if heads % sizes.get("tensor", 1):
+        raise CliError(f"--mesh: expected a divisor of {heads} heads for tensor, got {sizes['tensor']}")
+
+
+def _check_blocks(args: argparse.Namespace) -> None:
     from foveal.backends.splash import SplashBlocks
 
-    others = set(implementations) - {"splash", "splash_dynamic"}
+    others = [name for name in args.implementation if name not in ("splash", "splash_dynamic")]
     if others:
-        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others.pop()!r}")
-    if len(sizes) != 5:
-        raise CliError(f"--blocks: expected 5 numbers Q,KV,Q,KV,HEADS, got {len(sizes)}")
+        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others[0]!r}")
+    if len(args.blocks) != 5:
+        raise CliError(f"--blocks: expected 5 numbers Q,KV,Q,KV,HEADS, got {len(args.blocks)}")
     try:
-        SplashBlocks(*sizes)
+        SplashBlocks(*args.blocks)
     except ValueError as error:
         raise CliError(f"--blocks: {error}") from error
+    heads = PRESETS[args.preset]().num_attention_heads // dict(args.mesh).get("tensor", 1)
+    if heads % args.blocks[4]:
+        raise CliError(f"--blocks: expected a divisor of a chip's {heads} heads for HEADS, got {args.blocks[4]}")
 
 
 def _from_json(text: str) -> CompileCase:
@@ -194,7 +220,10 @@ def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str,
     with tempfile.TemporaryDirectory() as directory:
         if cycles:
             command += [_DUMP, directory]
-            flags = os.environ.get("LIBTPU_INIT_ARGS", ""), dump_flags(directory)
+            try:
+                flags = os.environ.get("LIBTPU_INIT_ARGS", ""), dump_flags(directory)
+            except ValueError as error:
+                raise CliError(f"the directory for temporary files: {error}") from error
             environment["LIBTPU_INIT_ARGS"] = " ".join(flags).strip()
         try:
             done = subprocess.run(
@@ -263,7 +292,9 @@ def _list_of(parse: Any) -> Any:
 def _mesh(value: str) -> tuple[tuple[str, int], ...]:
     axes = []
     for part in value.split(","):
-        axis, _, size = part.partition("=")
+        axis, equals, size = part.partition("=")
+        if not axis or not equals:
+            raise argparse.ArgumentTypeError(f"expected AXIS=N, got {part!r}")
         axes.append((axis, int_between(1, 1024)(size)))
     return tuple(axes)
 

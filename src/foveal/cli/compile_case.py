@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from foveal.aot import TARGETS, compile_report, device_mesh
 from foveal.backends.request import Backend
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
-from foveal.cli.compile import CompileCase
+from foveal.cli.compile import PRESETS, CompileCase
 from foveal.cli.errors import require
 from foveal.config import AttentionConfig, LayerType
 from foveal.flops import core_cost, layer_cost
@@ -24,11 +24,6 @@ from foveal.nn import CompressedAttention
 from foveal.ops.core_attention import core_attention
 from foveal.schedule import kernel_schedules
 
-_PRESETS = {
-    "flash": AttentionConfig.deepseek_v4_flash,
-    "pro": AttentionConfig.deepseek_v4_pro,
-    "tiny": AttentionConfig.tiny,
-}
 _LAYERS = {"hca": LayerType.HCA, "csa": LayerType.CSA, "sliding": LayerType.SLIDING}
 _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
 """Which mesh axis a parameter's logical axis lies on; the others are replicated."""
@@ -37,7 +32,7 @@ _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
 def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
-    config, layer_type = _PRESETS[case.preset](), _LAYERS[case.layer]
+    config, layer_type = PRESETS[case.preset](), _LAYERS[case.layer]
     axes = dict(case.mesh)
     rows, heads = ("data" if "data" in axes else None), ("tensor" if "tensor" in axes else None)
     implementation: str | Backend = case.implementation
@@ -63,7 +58,10 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     )
     cycles = None
     if dump and report.verdict == "compiles":
-        cycles = _kernel_cycles(case, implementation, dump, config, layer_type)
+        try:
+            cycles = _kernel_cycles(case, implementation, dump, config, layer_type)
+        except ValueError as error:
+            report = dataclasses.replace(report, message=f"no cycles: {error}")
     target = TARGETS[case.target]
     least = max(cost.operations / target.operations_per_second, cost.bytes / target.bytes_per_second) / mesh.size
     return dataclasses.asdict(report) | {
@@ -98,7 +96,10 @@ def _kernel_cycles(
     q = jax.ShapeDtypeStruct((batch, case.length, heads, config.head_dim), jnp.dtype(case.dtype))
     documents = Documents.unpacked(batch, case.length)
     visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
-    return implementation.cycles(kernel_schedules(dump), q, visibility)
+    cycles = implementation.cycles(kernel_schedules(dump), q, visibility)
+    if cycles is None:
+        raise ValueError("the compiler wrote down no schedule of a Splash kernel")
+    return cycles
 
 
 Axes = tuple[str | None, str | None]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from foveal.backends.program import platform, varying
 from foveal.geometry import Visibility
 from foveal.typing import Array, Float, Int32, Precision
 
-_BLOCK_ELEMENTS = 1 << 22  # float32 elements of one block's per-head scores: 16 MiB
+_LANES = 128
+
+_LARGEST = 1e37
+"""A bound of a score below which no step of it can overflow float32."""
 
 
 def select_entries(
@@ -28,7 +36,10 @@ def select_entries(
 
     Exact and deterministic: of equal scores the lower slot wins, -0.0 equals 0.0, an entry whose score is NaN is
     never chosen, nor is one that the query does not see. Where fewer than `top_k` remain, all of them are chosen.
-    Scores exist for one block of queries at a time, so memory is linear in S. No gradient flows through the choice.
+    No gradient flows through the choice.
+
+    Scores exist for one block of queries and of entries at a time, heads summed, up to the last entry that the block
+    sees: memory is linear in S. Queries that see no more than `top_k` entries are not scored.
 
     Args:
         q: indexer queries after RoPE, [B, S, I, J].
@@ -36,8 +47,7 @@ def select_entries(
         keys: the indexer's own entries after RoPE, [B, C, J].
         visibility: who sees what; its `slots` must be C.
         top_k: how many to choose, >= 1; may exceed C.
-        block_size: queries scored at a time; the result does not depend on it. By default as many as keep a block's
-            scores within 16 MiB, but 8 at least.
+        block_size: queries scored at a time; the result does not depend on it.
         precision: of the matmul.
 
     Returns:
@@ -52,48 +62,193 @@ def select_entries(
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:
         return jnp.zeros((batch, length, chosen), jnp.int32)
-    if block_size is None:
-        block_size = max(8, _BLOCK_ELEMENTS // (batch * heads * slots))
-    block_size = min(block_size, length)
     q, weights, keys = jax.lax.stop_gradient((q, weights, keys))
+    plan = _Plan.of(batch, length, heads, slots, chosen, block_size, precision)
+    index = _Index(q, weights.astype(jnp.float32), jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
-    def choose(block: tuple[Array, Array, Array, Array]) -> Array:
-        scores = _scores(*block[:2], keys, precision)
-        return _best_slots(scores, *block[2:], chosen)
+    def step(i: Array, out: Array) -> Array:
+        row = jnp.minimum(i * plan.queries, length - plan.queries)
+        return jax.lax.dynamic_update_slice_in_dim(out, _block(plan, index.at(row, plan.queries)), row, axis=1)
 
-    per_query = (q, weights, *visibility.entry_range)
-    whole = length // block_size * block_size
-    blocks = jax.tree.map(lambda a: _split(a[:, :whole], block_size), per_query)
-    picked = jax.lax.map(choose, blocks)
-    picked = jnp.moveaxis(picked, 0, 1).reshape(batch, whole, chosen)
-    if whole == length:
-        return picked
-    rest = choose(jax.tree.map(lambda a: a[:, whole:], per_query))
-    return jnp.concatenate([picked, rest], axis=1)
+    start = varying(jnp.zeros((batch, length, chosen), jnp.int32), (index, q))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // plan.queries)), step, start)
 
 
-def _scores(q: Array, weights: Array, keys: Array, precision: Precision) -> Array:
-    """float32 [B, T, C] for T queries."""
-    dots = jnp.einsum("btij,bcj->btic", q, keys, precision=precision, preferred_element_type=jnp.float32)
-    return jnp.sum(jax.nn.relu(dots) * weights.astype(jnp.float32)[..., None], axis=2)
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is static: queries and entries of a block, K, how the best are found."""
+
+    queries: int
+    entries: int
+    chosen: int
+    bisect: bool
+    precision: Precision
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        length: int,
+        heads: int,
+        slots: int,
+        chosen: int,
+        block_size: int | None,
+        precision: Precision,
+    ) -> _Plan:
+        """Blocks small enough for a CPU's caches, or large enough to keep another device busy.
+
+        A CPU finds the K-th best of a row by bisection, which sorts nothing; others have no fast way to number what
+        was found, and sort.
+        """
+        cpu = platform() == "cpu"
+        # Rows of the matmul are queries times heads; a row of ranks has all entries.
+        rows, entries, ranks = (1 << 10, 1 << 8, 1 << 22) if cpu else (1 << 15, 1 << 10, 1 << 24)
+        if block_size is None:
+            block_size = max(8, min(rows // heads, ranks // slots) // batch)
+        return cls(min(block_size, length), min(entries, slots), chosen, cpu, precision)
 
 
-def _best_slots(scores: Array, first: Array, end: Array, count: int) -> Array:
-    """int32 [B, T, count]: the slots of the highest scores within [first, end), ascending, then -1."""
-    slots = scores.shape[-1]
-    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+class _Index(NamedTuple):
+    """The arrays: q [B, S, I, J], float32 weights [B, S, I], transposed keys [B, J, C]; the largest key's size."""
+
+    q: Array
+    weights: Array
+    keys: Array
+    largest: Array
+    visibility: Visibility
+
+    def at(self, row: Array, size: int) -> _Block:
+        """The queries [row, row + size) of all batch rows."""
+        seen = self.visibility.tile(row, size)
+        q, weights = (jax.lax.dynamic_slice_in_dim(array, row, size, axis=1) for array in (self.q, self.weights))
+        return _Block(q, weights, self.keys, self.largest, seen.entry_first, seen.entry_end)
+
+
+class _Block(NamedTuple):
+    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C]; each sees slots [first, end), [B or 1, T]."""
+
+    q: Array
+    weights: Array
+    keys: Array
+    largest: Array
+    first: Array
+    end: Array
+
+
+def _block(plan: _Plan, block: _Block) -> Array:
+    """int32 [B, T, K]: the chosen slots."""
+    batch, queries, heads, dim = block.q.shape
+    # Without overflow and NaN no score is NaN, and what is seen is chosen where there is no choice.
+    largest = _largest(block.q) * block.largest * _largest(block.weights) * (heads * dim)
+    no_choice = ((block.end - block.first).max() <= plan.chosen) & (largest < _LARGEST)
+
+    def all_seen(block: _Block) -> Array:
+        slot = block.first[..., None] + jnp.arange(plan.chosen, dtype=jnp.int32)[None, None]
+        seen = jnp.where(slot < block.end[..., None], slot, -1)
+        return varying(jnp.broadcast_to(seen, (batch, queries, plan.chosen)), block)
+
+    def best(block: _Block) -> Array:
+        ranks = _ranks(plan, block)
+        return _best_by_bisection(ranks, plan.chosen) if plan.bisect else _best_by_sorting(ranks, plan.chosen)
+
+    return jax.lax.cond(no_choice, all_seen, best, block)
+
+
+_NEVER = np.iinfo(np.int32).min
+"""The rank of what must not be chosen."""
+
+
+def _ranks(plan: _Plan, block: _Block) -> Array:
+    """int32 [B, T, C], in the order of the scores."""
+    batch, queries, heads = block.q.shape[:3]
+    slots = block.keys.shape[2]
+
+    def step(j: Array, ranks: Array) -> Array:
+        column = jnp.minimum(j * plan.entries, slots - plan.entries)
+        keys = jax.lax.dynamic_slice_in_dim(block.keys, column, plan.entries, axis=2)
+        dots = jnp.einsum("btij,bjc->btic", block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
+        # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
+        weighted = jax.nn.relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
+        scores = weighted.sum(axis=1).reshape(batch, queries, -1)
+        ranks_here = _rank(scores, column, block.first, block.end)
+        return jax.lax.dynamic_update_slice_in_dim(ranks, ranks_here, column, axis=2)
+
+    start = varying(jnp.full((batch, queries, slots), _NEVER, jnp.int32), block)
+    sees = block.end > block.first  # padding has no range at all
+    first = jnp.where(sees, block.first, slots).min() // plan.entries
+    end = -(-jnp.where(sees, block.end, 0).max() // plan.entries)
+    return jax.lax.fori_loop(first, end, step, start)
+
+
+def _rank(scores: Array, column: Array | int, first: Array, end: Array) -> Array:
+    """int32 [B, T, N] in the order of float32 scores of slots [column, column + N), -0.0 like 0.0.
+
+    `_NEVER` for NaN and for slots outside of [first, end), below all others.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+    slot = column + jnp.arange(scores.shape[2], dtype=jnp.int32)[None, None]
     eligible = (slot >= first[..., None]) & (slot < end[..., None]) & ~jnp.isnan(scores)
-    # -0.0 must tie with 0.0, which a total order does not do; -inf is kept for "not eligible".
-    key = jnp.where(scores == 0.0, 0.0, jnp.maximum(scores, jnp.finfo(jnp.float32).min))
-    best, index = jax.lax.top_k(jnp.where(eligible, key, -jnp.inf), count)  # ties: the lower index first
-    ascending = jnp.sort(jnp.where(best > -jnp.inf, index, slots), axis=-1)
+    return jnp.where(eligible, ordered, _NEVER)
+
+
+def _best_by_sorting(ranks: Array, count: int) -> Array:
+    """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1."""
+    slots = ranks.shape[2]
+    best, slot = jax.lax.top_k(ranks, count)  # of equal ones the lower slot first
+    ascending = jnp.sort(jnp.where(best > _NEVER, slot, slots), axis=2)
     return jnp.where(ascending < slots, ascending, -1)
 
 
-def _split(array: Array, block_size: int) -> Array:
-    """[B, n T, ...] -> [n, B, T, ...]."""
-    batch, length, *rest = array.shape
-    return jnp.moveaxis(array.reshape(batch, length // block_size, block_size, *rest), 1, 0)
+def _best_by_bisection(ranks: Array, count: int) -> Array:
+    """The same: bit by bit the highest rank that `count` ranks reach, then those above it, and enough that equal it."""
+
+    def step(i: Array, reached: Array) -> Array:
+        # Counted from the lowest int32 up, in uint32.
+        higher = reached | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+        enough = _how_many(ranks >= _signed(higher)) >= count
+        return jnp.where(enough, higher, reached)
+
+    start = varying(jnp.zeros((*ranks.shape[:2], 1), jnp.uint32), ranks)
+    limit = _signed(jax.lax.fori_loop(jnp.int32(0), jnp.int32(32), step, start))
+    above, equal = ranks > limit, (ranks == limit) & (ranks > _NEVER)
+    missing = count - _how_many(above)
+    surplus = jnp.any(_how_many(equal) > missing)
+    equal = jax.lax.cond(surplus, lambda e: e & (_running_count(e) <= missing), lambda e: e, equal)
+    return _slots_of(above | equal, count)
+
+
+def _signed(value: Array) -> Array:
+    return jax.lax.bitcast_convert_type(value ^ jnp.uint32(1 << 31), jnp.int32)
+
+
+def _how_many(flags: Array) -> Array:
+    return jnp.sum(flags, axis=2, dtype=jnp.int32, keepdims=True)
+
+
+def _slots_of(chosen: Array, count: int) -> Array:
+    """Where each query's row is True, `count` times at most: int32 [B, T, count], ascending, then -1."""
+    batch, queries, slots = chosen.shape
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    place = jnp.where(chosen, _running_count(chosen) - 1, count + slot)  # past the end: dropped
+    start = varying(jnp.full((batch, queries, count), -1, jnp.int32), chosen)
+    b, t = (jax.lax.broadcasted_iota(jnp.int32, (batch, queries, 1), axis) for axis in (0, 1))
+    return start.at[b, t, place].set(jnp.broadcast_to(slot, chosen.shape), mode="drop", unique_indices=True)
+
+
+def _running_count(flags: Array) -> Array:
+    """int32, how many are True up to each of a row. By matmul with a triangle: CPUs take half the time of a cumsum."""
+    *rows, length = flags.shape
+    groups = -(-length // _LANES)
+    grouped = jnp.pad(flags, ((0, 0), (0, 0), (0, groups * _LANES - length))).reshape(*rows, groups, _LANES)
+    within = grouped.astype(jnp.float32) @ np.triu(np.ones((_LANES, _LANES), np.float32))  # exact: small integers
+    total = within[..., -1]
+    count = within + (jnp.cumsum(total, axis=2) - total)[..., None]
+    return count.reshape(*rows, -1)[..., :length].astype(jnp.int32)
+
+
+def _largest(array: Array) -> Array:
+    return jnp.abs(array.astype(jnp.float32)).max()
 
 
 def _check(q: Array, weights: Array, keys: Array, visibility: Visibility, top_k: int, block_size: int | None) -> None:

@@ -91,7 +91,7 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(inverse: bool, x: Array, table: RopeTable) -> Array:
-    """One pass over whole vectors: what is not rotated meets a cosine of 1.
+    """One pass over whole vectors, of which the leading dims are kept.
 
     Shifts by a dim and a choice by parity stand for pairs. An axis of length 2 would cost TPUs, whose registers are
     128 wide, 64 times its size, and a concatenation copies.

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
-from foveal.backends.chunked.tiles import Operands, varying
+from foveal.backends.chunked.tiles import Operands
+from foveal.backends.program import varying
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.typing import Array
 

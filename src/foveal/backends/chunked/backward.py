@@ -23,10 +23,10 @@ from foveal.backends.chunked.tiles import (
     stored,
     tile_at,
     tile_count,
-    varying,
     window_columns,
     window_start,
 )
+from foveal.backends.program import varying
 from foveal.backends.sinks import row_gradients
 from foveal.typing import Array
 

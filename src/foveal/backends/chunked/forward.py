@@ -21,9 +21,9 @@ from foveal.backends.chunked.tiles import (
     stored,
     tile_at,
     tile_count,
-    varying,
     window_columns,
 )
+from foveal.backends.program import varying
 from foveal.backends.sinks import share_of_keys
 from foveal.typing import Array, accumulation_dtype
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +41,6 @@ def restored(array: Array) -> Array:
 
 def _as_bits(array: Array) -> Array:
     return jax.lax.bitcast_convert_type(array.astype(jnp.bfloat16), jnp.uint16)
-
-
-def varying(start: Any, operands: Any) -> Any:
-    """Arrays to begin a loop with, typed to differ over the mesh axes that the operands differ over.
-
-    Within `jax.shard_map` what a loop carries must keep its type, and what begins as zeros is the same everywhere.
-    """
-    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(operands)))
-
-    def cast(array: Array) -> Array:
-        missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-    return jax.tree.map(cast, start)
 
 
 class Keys(NamedTuple):

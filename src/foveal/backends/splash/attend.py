@@ -20,8 +20,17 @@ from foveal.backends.sinks import row_gradients, share_of_keys
 from foveal.backends.splash import kernel
 from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
 from foveal.backends.splash.kernel import Masks, Operands
-from foveal.backends.splash.operands import Arrays, Plan, dynamic_mask, key_arrays, segments, static_masks_of
+from foveal.backends.splash.operands import (
+    Arrays,
+    Plan,
+    dynamic_mask,
+    key_arrays,
+    key_gradients,
+    segments,
+    static_masks_of,
+)
 from foveal.typing import Array
+
 
 def attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H], on each device for its rows and heads."""
@@ -44,8 +53,8 @@ def _attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _forward_rule(plan: Plan, arrays: Arrays) -> tuple[tuple[Array, Array], Any]:
-    out, lse = _attend(plan, arrays)
-    return (out, lse), (arrays, out, lse)
+    results: Any = _attend(plan, arrays)
+    return results, (arrays, *results)
 
 
 def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
@@ -53,8 +62,7 @@ def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) 
     by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (arrays.q, out, lse, *cotangents))
     some_heads = backward_heads(plan.layout, arrays.q)
     d_q, d_sinks, d_keys, d_values = _over_rows(plan, arrays, _backward_row, some_heads, *by_head)
-    _, pull = jax.vjp(lambda kv, entries: key_arrays(plan, kv, entries), arrays.kv, arrays.entries)
-    d_kv, d_entries = pull((d_keys.astype(arrays.kv.dtype), d_values.astype(arrays.kv.dtype)))
+    d_kv, d_entries = key_gradients(plan, arrays, d_keys, d_values)
     d_sinks = None if arrays.sinks is None else d_sinks.sum(axis=0)
     nothing: Any = None  # for all of an argument, integers here, that has no gradient
     return (Arrays(jnp.swapaxes(d_q, 1, 2), d_kv, d_entries, d_sinks, nothing, nothing, nothing),)
@@ -74,9 +82,7 @@ class _Row(NamedTuple):
     tainted: Array  # bool [S]: queries that see what was not finite
 
 
-def _over_rows(
-    plan: Plan, arrays: Arrays, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
-) -> Any:
+def _over_rows(plan: Plan, arrays: Arrays, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array) -> Any:
     """`function(plan, masks, row, sinks, heads together, *by_head)` of every batch row."""
     keys, values = key_arrays(plan, arrays.kv, arrays.entries)
     padding = arrays.visibility.documents.is_padding
@@ -125,8 +131,9 @@ def _forward_row(
         lost = row.tainted[None] | ~jnp.isfinite(q).all(axis=-1)
         lse = jnp.where(row.padding[None], -jnp.inf, jnp.where(lost, jnp.nan, lse))
         share = share_of_keys(lse.T[None], sinks)[0].T
-        out = jnp.where(row.padding[None, :, None], 0.0, out.astype(jnp.float32) * share[..., None])
-        return carry, (jnp.where(jnp.isnan(share)[..., None], jnp.nan, out).astype(q.dtype), lse)
+        out = out.astype(jnp.float32) * share[..., None]
+        out = jnp.where(row.padding[None, :, None], 0.0, jnp.where(lost[..., None], jnp.nan, out))
+        return carry, (out.astype(q.dtype), lse)
 
     return _by_heads(group, None, together, q, sinks)[1]
 

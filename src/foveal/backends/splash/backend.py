@@ -74,7 +74,6 @@ class _SplashBackend(Backend):
         q_block, kv_block = math.lcm(sizes.q, sizes.q_backward), math.lcm(sizes.kv, sizes.kv_backward)
         return sizes, KeyLayout.of(length, slots, q_block, kv_block)
 
-
     def _cycles(
         self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility, *, dynamic: bool
     ) -> int | None:
@@ -147,7 +146,7 @@ class Splash(_SplashBackend):
             None if the program has no Splash kernel.
 
         Raises:
-            ValueError: kernels that are not made up as those of Tokamax 0.0.17.
+            ValueError: kernels with other conditional parts than Tokamax's.
         """
         return self._cycles(schedules, q, visibility, dynamic=False)
 

@@ -14,9 +14,7 @@ from foveal.backends.splash.mask_info import MaskInfo, static_mask_info
 from foveal.schedule import KernelSchedule
 
 
-def kernel_cycles(
-    schedules: Sequence[KernelSchedule], mask: HCAStaticMask, blocks: SplashBlocks, q: Any
-) -> int | None:
+def kernel_cycles(schedules: Sequence[KernelSchedule], mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int | None:
     """Bundles that one core issues in all Splash kernels of a program, for queries like `q` [B, S, H, D].
 
     None if there is no such kernel. Each conditional part of a kernel's step is executed as often as the list of tiles
@@ -24,7 +22,7 @@ def kernel_cycles(
     tiles without and with a mask, the last tile of a row.
 
     Raises:
-        ValueError: kernels that are not made up as those of Tokamax 0.0.17.
+        ValueError: kernels with other conditional parts than Tokamax's.
     """
     cycles = {"splash_mqa_fwd_residuals": _forward, "splash_mqa_dkv_no_residuals": _backward}
     named = [(cycles.get(schedule.name.split(".")[0]), schedule) for schedule in schedules]
@@ -33,17 +31,17 @@ def kernel_cycles(
 
 
 class _Tiles(NamedTuple):
-    """How many there are: all, without and with a mask; and rows (columns) of them."""
+    """How many there are: in total, without and with a mask; and rows of them (columns, for the gradients of keys)."""
 
-    all: int
+    total: int
     full: int
     partial: int
     lines: int
 
     @classmethod
     def of(cls, info: MaskInfo) -> _Tiles:
-        state = np.asarray(info.block_mask)
-        return cls(len(state), int((state == 2).sum()), int((state == 1).sum()), len(np.unique(info.active_rows)))
+        state, lines = np.asarray(info.block_mask), np.unique(np.asarray(info.active_rows))
+        return cls(len(state), int((state == 2).sum()), int((state == 1).sum()), len(lines))
 
 
 def _forward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
@@ -61,7 +59,7 @@ def _backward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlock
         return calls * _bundles(schedule, tiles, [tiles.lines, tiles.full, tiles.partial, tiles.lines])
     counts = [together * n for n in (tiles.lines, tiles.full, tiles.partial)]
     counts += [tiles.lines, (together - 1) * tiles.lines]
-    return calls * _bundles(schedule, tiles._replace(all=together * tiles.all), counts)
+    return calls * _bundles(schedule, tiles._replace(total=together * tiles.total), counts)
 
 
 def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:
@@ -72,4 +70,4 @@ def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:
     parts = schedule.branches[: len(counts)]
     if len(parts) != len(counts) or schedule.inner_loops or not 0.5 <= parts[2] / parts[1] <= 2:
         raise ValueError(f"schedules: expected {len(counts)} conditional parts and no loop in a step, got {schedule}")
-    return tiles.all * schedule.step + sum(n * size for n, size in zip(counts, parts, strict=True))
+    return tiles.total * schedule.step + sum(n * size for n, size in zip(counts, parts, strict=True))

@@ -9,7 +9,9 @@ from foveal.backends.splash.blocks import LANES, SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 
 _AT_A_TIME = 1 << 30
-"""Bytes that the kernels of some heads may take for themselves, besides the arrays of all heads."""
+"""Bytes that the kernels of some heads may take for themselves, besides the arrays of all heads.
+
+A tile of stacked heads may need more, and one head of a very long row."""
 
 
 @dataclasses.dataclass(frozen=True)

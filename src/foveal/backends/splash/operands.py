@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -69,13 +68,23 @@ def key_arrays(plan: Plan, kv: Array, entries: Array | None) -> tuple[Array, Arr
     return keys, values
 
 
+def key_gradients(plan: Plan, arrays: Arrays, d_keys: Array, d_values: Array) -> tuple[Array, Array | None]:
+    """Gradients of kv and entries from float32 ones of keys and values: `key_arrays` backwards, rounded once."""
+    layout = plan.layout
+    both = d_values + d_keys * plan.scale
+    d_kv = both[:, : layout.rows].astype(arrays.kv.dtype)
+    if arrays.entries is None:
+        return d_kv, None
+    return d_kv, both[:, layout.entry_start : layout.entry_start + layout.slots].astype(arrays.entries.dtype)
+
+
 def static_masks_of(layout: KeyLayout, visibility: Visibility, blocks: SplashBlocks) -> Masks:
-    """Of rows that are one document each, as everything but the documents' ids takes them."""
+    """The tiles of `static_mask`; documents, where there are several, are told apart by `segments`."""
     return static_masks(static_mask(layout, visibility), blocks)
 
 
 def static_mask(layout: KeyLayout, visibility: Visibility) -> HCAStaticMask:
-    """The same before the tiles are known."""
+    """Who sees what in rows that are one document each."""
     return HCAStaticMask(layout, visibility.sliding_window, visibility.compress_ratio if layout.slots else 0)
 
 

@@ -1,0 +1,32 @@
+"""What is known of the program that is being traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from foveal.typing import Array
+
+
+def platform() -> str:
+    """Where the program will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default.
+
+    A mesh of devices that are not here is how programs are compiled ahead of time.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def varying(start: Any, operands: Any) -> Any:
+    """Arrays to begin a loop with, typed to differ over the mesh axes that the operands differ over.
+
+    Within `jax.shard_map` what a loop carries must keep its type, and what begins as zeros is the same everywhere.
+    """
+    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(operands)))
+
+    def cast(array: Array) -> Array:
+        missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(cast, start)

@@ -5,11 +5,13 @@ from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, la
 from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
 from foveal.nn import CompressedAttention, Compressor, GroupedLinear, LightningIndexer
 from foveal.ops import (
+    IndexerLoss,
     RopeTable,
     apply_rope,
     core_attention,
     explain,
     grouped_projection,
+    indexer_loss,
     pool_windows,
     rope_frequencies,
     rope_table,
@@ -24,6 +26,7 @@ __all__ = [
     "Compressor",
     "Documents",
     "GroupedLinear",
+    "IndexerLoss",
     "LayerType",
     "LightningIndexer",
     "PackedDocuments",
@@ -40,6 +43,7 @@ __all__ = [
     "core_attention",
     "explain",
     "grouped_projection",
+    "indexer_loss",
     "layer_types_from_compress_ratios",
     "pack_documents",
     "pool_windows",

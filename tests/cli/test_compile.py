@@ -39,6 +39,15 @@ def test_a_whole_layer_on_several_chips(capsys):
     assert apart["argument_bytes"] < alone["argument_bytes"]
 
 
+def test_a_layer_with_the_indexers_loss(capsys):
+    layer = ("--what", "layer", "--layer", "csa", "--seq", "512", "--implementation", "chunked", "--backward")
+    without, with_loss = rows_of(capsys, *TINY, *layer) + rows_of(capsys, *TINY, *layer, "--indexer-loss")
+    assert without["verdict"] == with_loss["verdict"] == "compiles"
+    assert with_loss["output_bytes"] > without["output_bytes"]
+    assert main(["compile", "--indexer-loss"]) == 2
+    assert "--indexer-loss: expected --what layer --layer csa" in capsys.readouterr().err
+
+
 def test_a_refusal_is_reported_with_its_reason(capsys):
     assert main([*TINY, "--layer", "csa", "--implementation", "splash", "--seq", "512"]) == 1
     printed = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from foveal.typing import Array
 
@@ -16,6 +17,16 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def row_major(array: Array) -> Array:
+    """The array, in memory with its last axis innermost where the program is a TPU's.
+
+    XLA for TPUs lays arrays out for their producers and consumers one by one, and keeps a copy in each layout.
+    """
+    if platform() != "tpu":
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def varying(start: Any, operands: Any) -> Any:

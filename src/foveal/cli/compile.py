@@ -63,6 +63,7 @@ class CompileCase:
     mesh: tuple[tuple[str, int], ...]
     blocks: tuple[int, ...] | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
+    indexer_loss: bool = False
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -84,6 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="of core attention: splash, splash_dynamic, chunked, dense (default: splash)",
     )
     add("--backward", action="store_true", help="the backward pass too")
+    add("--indexer-loss", action="store_true", help="of a CSA layer the indexer's loss too")
     add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations (default: bfloat16)")
     add("--mesh", type=_mesh, default=(), metavar="AXIS=N,...", help="several chips: data=N,tensor=N (default: one)")
@@ -150,6 +152,8 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
     if unknown:
         raise CliError(f"--implementation: expected some of {', '.join(registry.names())}, got {unknown[0]!r}")
     _check_mesh(args)
+    if args.indexer_loss and (args.what, args.layer) != ("layer", "csa"):
+        raise CliError(f"--indexer-loss: expected --what layer --layer csa, got {args.what} and {args.layer}")
     if args.blocks:
         _check_blocks(args)
     return [
@@ -166,6 +170,7 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
             args.mesh,
             tuple(args.blocks) if args.blocks else None,
             tuple(args.compiler_option),
+            args.indexer_loss,
         )
         for length, implementation in itertools.product(args.seq, args.implementation)
     ]
@@ -256,8 +261,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     first = rows[0]
     passes = "forward and backward" if first["backward"] else "forward"
     mesh = ", ".join(f"{axis} {size}" for axis, size in first["mesh"]) or "one chip"
+    loss = " with the indexer's loss" if first["indexer_loss"] else ""
     title = (
-        f"{first['layer'].upper()} {first['what']}, {first['preset']}, {passes}, {first['dtype']}, "
+        f"{first['layer'].upper()} {first['what']}{loss}, {first['preset']}, {passes}, {first['dtype']}, "
         f"batch {first['batch']}, {first['target']}, {mesh}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")

@@ -170,9 +170,14 @@ def _layer(
     )
 
     def forward(_: Any, params: Any, x: Any) -> Any:
-        return nnx.merge(graph, params)(x, implementation=implementation)
+        layer = nnx.merge(graph, params)
+        if not case.indexer_loss:
+            return layer(x, implementation=implementation)
+        out, loss = layer(x, implementation=implementation, return_indexer_loss=True)
+        return out, loss.total
 
-    return _with_backward(case, forward, None, [params, x], x)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return _with_backward(case, forward, None, [params, x], (x, scalar) if case.indexer_loss else x)
 
 
 def _with_backward(

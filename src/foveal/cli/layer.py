@@ -14,7 +14,7 @@ from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
 from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
 from foveal.nn import CompressedAttention
 from foveal.nn.indexer import IndexedCompressor
-from foveal.ops import apply_rope, rope_table
+from foveal.ops import rope_table
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import set_params
 from foveal.typing import Array
@@ -102,10 +102,10 @@ def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Docum
         keys = indexer(x, layout, rope_table(layout.positions, config.compress_rope, config.qk_rope_head_dim))
         q_residual = layer.q_a_norm(layer.q_a_proj(x))
         visibility = Visibility(documents, config.sliding_window, config.csa_ratio)
-        slots = indexer.select(x, q_residual, keys, table=table, visibility=visibility)
-        queries = indexer.q_b_proj(q_residual).reshape(*x.shape[:2], config.index_n_heads, config.index_head_dim)
-        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", apply_rope(queries, table), keys))
-        scores = jnp.einsum("btic,bti->btc", matches, indexer.scorer(x))
+        queries, weights = indexer.queries(x, q_residual, table)
+        slots = indexer.select(queries, weights, keys, visibility)
+        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", queries, keys))
+        scores = jnp.einsum("btic,bti->btc", matches, weights)
         return slots, _lead(scores, visibility.entry_mask(), config.index_topk)
 
     slots, lead = select(state, jnp.asarray(x), documents)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -16,6 +17,7 @@ from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
 from foveal.ops.core_attention import core_attention
+from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.rope import apply_rope, rope_table
 from foveal.typing import Array, DTypeLike, Float, Int, Precision
 
@@ -82,6 +84,7 @@ class CompressedAttention(nnx.Module):
             rngs=rngs,
         )
 
+    @overload
     def __call__(
         self,
         x: Float[Array, "B S E"],
@@ -89,8 +92,32 @@ class CompressedAttention(nnx.Module):
         *,
         documents: Documents | None = None,
         select: Literal["top_k", "all"] = "top_k",
+        return_indexer_loss: Literal[False] = False,
         implementation: str | Backend | None = None,
-    ) -> Float[Array, "B S E"]:
+    ) -> Float[Array, "B S E"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        documents: Documents | None = None,
+        select: Literal["top_k", "all"] = "top_k",
+        return_indexer_loss: Literal[True],
+        implementation: str | Backend | None = None,
+    ) -> tuple[Float[Array, "B S E"], IndexerLoss]: ...
+
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        documents: Documents | None = None,
+        select: Literal["top_k", "all"] = "top_k",
+        return_indexer_loss: bool = False,
+        implementation: str | Backend | None = None,
+    ) -> Float[Array, "B S E"] | tuple[Float[Array, "B S E"], IndexerLoss]:
         """Attention of hidden states to themselves.
 
         Args:
@@ -101,10 +128,13 @@ class CompressedAttention(nnx.Module):
                 Without either, each row is one document.
             select: "top_k" lets a CSA layer attend to the entries its indexer picks, "all" to every visible one (the
                 indexer's warm-up). Without effect on other layer types.
+            return_indexer_loss: also return what a CSA layer's indexer learns from, over the entries that `select`
+                names: its parameters have no other gradient, and no others have one of this. Zero in other layers, so
+                that all can be summed.
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:
-            [B, S, E] in the layer's dtype.
+            [B, S, E] in the layer's dtype. With `return_indexer_loss` also an `IndexerLoss`.
 
         Raises:
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
@@ -124,29 +154,47 @@ class CompressedAttention(nnx.Module):
         q = checkpoint_name(apply_rope(self.q_b_norm(q).astype(self.dtype), table), "q")
         kv = checkpoint_name(apply_rope(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
 
-        entries = indices = None
+        entries = indices = indexed = None
         if self.compressor is not None:
             layout = WindowLayout.of(documents, ratio)
             entry_table = rope_table(layout.positions, rope, config.qk_rope_head_dim)
             entries = checkpoint_name(self.compressor(x, layout, entry_table), "entries")
-            if isinstance(self.compressor, IndexedCompressor) and select == "top_k":
-                indexer = self.compressor.indexer
-                keys = checkpoint_name(indexer(x, layout, entry_table), "index_keys")
-                indices = indexer.select(x, q_residual, keys, table=table, visibility=visibility)
-                indices = checkpoint_name(indices, "indices")
+            if isinstance(self.compressor, IndexedCompressor) and (select == "top_k" or return_indexer_loss):
+                # Nothing but its own loss teaches the indexer, and its loss nothing else.
+                indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
+                keys = checkpoint_name(indexer(x_in, layout, entry_table), "index_keys")
+                indexed = (*indexer.queries(x_in, q_in, table), keys)
+                if select == "top_k":
+                    indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
 
-        out = core_attention(
+        sinks = self.sinks[...]
+        out, lse = core_attention(
             q,
             kv,
             entries,
             visibility=visibility,
             indices=indices,
-            sinks=self.sinks[...],
+            sinks=sinks,
             precision=self.precision,
+            return_lse=True,
             implementation=implementation,
         )
-        out = checkpoint_name(apply_rope(out, table, inverse=True), "attention")
-        return self.o_b_proj(self.o_a_proj(out))
+        rotated = checkpoint_name(apply_rope(out, table, inverse=True), "attention")
+        result = self.o_b_proj(self.o_a_proj(rotated))
+        if not return_indexer_loss:
+            return result
+        if indexed is None or entries is None:
+            return result, IndexerLoss(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return result, indexer_loss(
+            *indexed,
+            q=q,
+            entries=entries,
+            lse=lse,
+            sinks=sinks,
+            visibility=visibility,
+            indices=indices,
+            precision=self.precision,
+        )
 
     def _documents(self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str) -> Documents:
         """Checks the call's arguments and says where documents begin."""

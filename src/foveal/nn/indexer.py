@@ -56,36 +56,31 @@ class LightningIndexer(Compressor):
         )
         self.scorer = IndexerScorer(config, numerics=numerics, rngs=rngs)
 
-    def select(
-        self,
-        x: Float[Array, "B S E"],
-        q_residual: Float[Array, "B S L"],
-        keys: Float[Array, "B C J"],
-        *,
-        table: RopeTable,
-        visibility: Visibility,
-    ) -> Int32[Array, "B S K"]:
-        """The slots each query may attend to.
+    def queries(
+        self, x: Float[Array, "B S E"], q_residual: Float[Array, "B S L"], table: RopeTable
+    ) -> tuple[Float[Array, "B S I J"], Float32[Array, "B S I"]]:
+        """The query side.
 
         Args:
             x: hidden states, [B, S, E].
             q_residual: the normed query latent that the attention's own `q_b_proj` takes, [B, S, q_lora_rank].
-            keys: this module's entries, [B, C, J].
             table: RoPE for the queries' positions.
-            visibility: who sees what.
 
         Returns:
-            int32 [B, S, min(index_topk, C)], ascending, -1 for none; no gradient.
+            Queries [B, S, I, J] in the layer's dtype, and the weights of the heads, float32 [B, S, I].
         """
         q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return select_entries(
-            apply_rope(q, table),
-            self.scorer(x),
-            keys,
-            visibility=visibility,
-            top_k=self.top_k,
-            precision=self.precision,
-        )
+        return apply_rope(q, table), self.scorer(x)
+
+    def select(
+        self,
+        q: Float[Array, "B S I J"],
+        weights: Float32[Array, "B S I"],
+        keys: Float[Array, "B C J"],
+        visibility: Visibility,
+    ) -> Int32[Array, "B S K"]:
+        """The slots each query may attend to: int32 [B, S, min(index_topk, C)], ascending, -1 for none; no gradient."""
+        return select_entries(q, weights, keys, visibility=visibility, top_k=self.top_k, precision=self.precision)
 
 
 class IndexedCompressor(Compressor):

@@ -1,17 +1,20 @@
 """Float mathematics: arrays in, arrays out. One public function a file; geometry decides who sees what."""
 
 from foveal.ops.core_attention import core_attention, explain
+from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexing import select_entries
 from foveal.ops.output_projection import grouped_projection
 from foveal.ops.pooling import pool_windows
 from foveal.ops.rope import RopeTable, apply_rope, rope_frequencies, rope_table
 
 __all__ = [
+    "IndexerLoss",
     "RopeTable",
     "apply_rope",
     "core_attention",
     "explain",
     "grouped_projection",
+    "indexer_loss",
     "pool_windows",
     "rope_frequencies",
     "rope_table",

@@ -12,7 +12,7 @@ from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import Operands
-from foveal.backends.program import varying
+from foveal.backends.program import row_major, varying
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.typing import Array
 
@@ -35,7 +35,10 @@ class Chunked(Backend):
             wide = request.accumulation_dtype
             return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, wide)
         entries = kv[:, :0] if request.entries is None else request.entries
-        operands = Operands(q, kv, entries, request.sinks, request.visibility, request.indices, request.tainted)
+        # Tiles are whole rows, and the backward pass takes the same queries again.
+        operands = Operands(
+            row_major(q), kv, entries, request.sinks, request.visibility, request.indices, request.tainted
+        )
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
         return _attention(Plan.of(request), varying(operands, operands))
 

@@ -1,0 +1,292 @@
+"""The indexer's loss against a dense computation in float64: its value, its gradients, and what has none."""
+
+import dataclasses
+import functools
+import importlib
+import math
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from foveal.geometry import Documents, Visibility
+from foveal.ops import IndexerLoss, core_attention, indexer_loss, select_entries
+from foveal.testing.generators import random_segment_ids
+from foveal.testing.numerics import assert_close, assert_gradients_close
+from foveal.testing.reference import reference_visibility
+
+loss_module = importlib.import_module("foveal.ops.indexer_loss")  # the package has its function by that name
+
+B, S, H, D, I, J, M, W = 2, 150, 3, 8, 4, 6, 4, 16  # noqa: E741
+C = S // M
+STUDENT = ("index_q", "index_weights", "index_keys")
+TEACHER = ("q", "kv", "entries", "sinks")
+PACKED = random_segment_ids(3, B, S, max_document=60)
+FULL = np.ones((B, S), np.int32)
+
+
+def problem(seed: int, length: int = S) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    slots = length // M
+    shapes = {
+        "index_q": (B, length, I, J), "index_weights": (B, length, I), "index_keys": (B, slots, J),
+        "q": (B, length, H, D), "kv": (B, length, D), "entries": (B, slots, D), "sinks": (H,),
+    }  # fmt: skip
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["q"] *= 2.0
+    return arrays
+
+
+def loss_of(arrays, segment_ids, top_k: int | None = None, denominator: str = "all") -> tuple:
+    """As a layer has it: attention and loss over what the indexer selects, or over all that is seen."""
+    visibility = Visibility(Documents.from_segment_ids(segment_ids), W, M)
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    student = [arrays[name] for name in STUDENT]
+    indices = None if top_k is None else select_entries(*student, visibility=visibility, top_k=top_k)
+    q, kv, entries, sinks = (arrays.get(name) for name in TEACHER)
+    _, lse = core_attention(
+        q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, return_lse=True, implementation="dense"
+    )
+    found = indexer_loss(
+        *student, q=q, entries=entries, lse=lse, sinks=sinks, visibility=visibility, indices=indices,
+        denominator=denominator,
+    )  # fmt: skip
+    return found.total, (found.count, indices)
+
+
+both_ways = jax.jit(jax.value_and_grad(loss_of, has_aux=True), static_argnums=(2, 3))
+
+
+def by_hand(arrays, visible_window, able, denominator: str) -> tuple[float, int, dict[str, np.ndarray]]:
+    """Value, count and gradients of the student: softmaxes of whole rows, in float64, query by query."""
+    a = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+    total, count = 0.0, 0
+    gradients = {name: np.zeros_like(a[name]) for name in STUDENT}
+    for b, t in np.ndindex(able.shape[:2]):
+        chosen = np.flatnonzero(able[b, t])
+        if not len(chosen):
+            continue
+        count += 1
+        logits = a["q"][b, t] @ a["entries"][b, chosen].T / math.sqrt(D)
+        keys = logits
+        if denominator == "all":
+            window = a["q"][b, t] @ a["kv"][b, visible_window[b, t]].T / math.sqrt(D)
+            keys = np.concatenate([logits, window, *([a["sinks"][:, None]] if "sinks" in a else [])], axis=1)
+        weights = np.exp(logits - keys.max(axis=1, keepdims=True))
+        weights /= np.exp(keys - keys.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True)
+        teacher = weights.sum(axis=0) / weights.sum()
+        dots = a["index_q"][b, t] @ a["index_keys"][b, chosen].T
+        scores = a["index_weights"][b, t] @ np.maximum(dots, 0)
+        student = np.exp(scores - scores.max())
+        student /= student.sum()
+        total += (teacher * np.log(teacher / student)).sum()
+        d_dots = a["index_weights"][b, t][:, None] * (dots > 0) * (student - teacher)
+        gradients["index_q"][b, t] = d_dots @ a["index_keys"][b, chosen]
+        gradients["index_weights"][b, t] = np.maximum(dots, 0) @ (student - teacher)
+        gradients["index_keys"][b, chosen] += d_dots.T @ a["index_q"][b, t]
+    return total, count, gradients
+
+
+def able_entries(segment_ids, indices) -> np.ndarray:
+    """bool [B, S, C]: what the loss is over."""
+    if indices is None:
+        return reference_visibility(segment_ids, W, M)[1]
+    able = np.zeros((B, S, C + 1), bool)
+    np.put_along_axis(able, np.where(np.asarray(indices) < 0, C, indices), True, axis=2)
+    return able[:, :, :C]
+
+
+@pytest.mark.parametrize("denominator", ["all", "entries"])
+@pytest.mark.parametrize("top_k", [None, 5, 100])
+@pytest.mark.parametrize("ids", ["unpacked", "packed"])
+def test_value_and_gradients_match_float64(ids, top_k, denominator):
+    segment_ids = PACKED if ids == "packed" else FULL
+    arrays = problem(1)
+    (total, (count, indices)), gradients = both_ways(arrays, segment_ids, top_k, denominator)
+    window = reference_visibility(segment_ids, W, M)[0]
+    expected = by_hand(arrays, window, able_entries(segment_ids, indices), denominator)
+    assert expected[1] > B * S / 2
+    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
+    assert count == expected[1]
+    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
+    for name in TEACHER:
+        np.testing.assert_array_equal(gradients[name], 0.0, err_msg=name)
+
+
+@pytest.mark.parametrize("denominator", ["all", "entries"])
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_blocks_change_nothing(top_k, denominator, monkeypatch):
+    """Of 7 queries and 5 entries, the last of which begin within those before."""
+    arrays, plan_of = problem(2), loss_module._Plan.of
+    run = functools.partial(loss_of, segment_ids=PACKED, top_k=top_k, denominator=denominator)
+    (want, (want_count, _)), expected = jax.jit(jax.value_and_grad(run, has_aux=True))(arrays)
+
+    def small(*args):
+        return dataclasses.replace(plan_of(*args), queries=7, entries=5)
+
+    monkeypatch.setattr(loss_module._Plan, "of", small)
+    (total, (count, _)), gradients = jax.jit(jax.value_and_grad(lambda a: run(a), has_aux=True))(arrays)
+    np.testing.assert_allclose(total, want, rtol=1e-5)
+    assert count == want_count
+    assert_gradients_close(gradients, expected, np.float32)
+
+
+def test_sinks_of_any_size():
+    """+inf leaves a head nothing to teach, and all of them no query; -inf and none are the same."""
+    arrays = problem(3)
+    window, entries = reference_visibility(FULL, W, M)
+    (none, _), _ = both_ways({k: v for k, v in arrays.items() if k != "sinks"}, FULL, None, "all")
+    (no_sink, _), _ = both_ways(arrays | {"sinks": np.full(H, -np.inf, np.float32)}, FULL, None, "all")
+    np.testing.assert_allclose(none, no_sink, rtol=1e-6)
+    one_off = arrays | {"sinks": np.array([0.5, np.inf, -1.0], np.float32)}
+    (total, (count, _)), gradients = both_ways(one_off, FULL, None, "all")
+    rest = one_off | {"q": np.delete(one_off["q"], 1, axis=2), "sinks": np.delete(one_off["sinks"], 1)}
+    expected = by_hand(rest, window, entries, "all")
+    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
+    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
+    (total, (count, _)), gradients = both_ways(arrays | {"sinks": np.full(H, np.inf, np.float32)}, FULL, None, "all")
+    assert (total, count) == (0.0, 0.0)
+    assert not any(np.any(gradients[name]) for name in STUDENT)
+
+
+def test_attention_that_is_all_on_the_window_still_teaches():
+    """Weights of 1e-60 are nothing in float32, their shares are."""
+    arrays = problem(4)
+    arrays["kv"] = 12 * arrays["q"].sum(axis=2)  # every query's own key has by far the largest logit
+    window, entries = reference_visibility(FULL, W, M)
+    (total, _), _ = both_ways(arrays, FULL, None, "all")
+    np.testing.assert_allclose(total, by_hand(arrays, window, entries, "all")[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_what_padding_and_unseen_slots_hold_does_not_matter(top_k):
+    arrays = problem(5)
+    (total, (count, _)), expected = both_ways(arrays, PACKED, top_k, "all")
+    padding = PACKED == 0
+    unseen = ~reference_visibility(PACKED, W, M)[1].any(axis=1)
+    assert padding.any()
+    assert unseen.any()
+    for name in ("index_q", "index_weights", "q", "kv"):
+        arrays[name][padding] = np.nan
+    for name in ("index_keys", "entries"):
+        arrays[name][unseen] = np.nan
+    (again, (count_again, _)), gradients = both_ways(arrays, PACKED, top_k, "all")
+    assert (again, count_again) == (total, count)
+    for name in STUDENT:
+        np.testing.assert_array_equal(gradients[name], expected[name], err_msg=name)
+
+
+def test_packed_documents_are_those_alone():
+    arrays = problem(6)
+    ids = np.repeat([[1, 2, 3]] * B, [61, 49, 40], axis=1)
+    (total, (count, _)), _ = both_ways(arrays, ids, None, "all")
+    parts = []
+    for start, stop in ((0, 61), (61, 110), (110, 150)):
+        # A document's windows begin at its first row, wherever in the row that is.
+        slots = slice(start // M, start // M + (stop - start) // M)
+        part = {"sinks": arrays["sinks"]}
+        for name in (*STUDENT, *TEACHER[:3]):
+            part[name] = arrays[name][:, slots if name in ("index_keys", "entries") else slice(start, stop)]
+        parts.append(loss_of(part, np.ones((B, stop - start), np.int32)))
+    np.testing.assert_allclose(total, sum(float(p[0]) for p in parts), rtol=1e-5)
+    assert count == sum(float(p[1][0]) for p in parts)
+
+
+def test_bfloat16():
+    arrays = {name: jnp.asarray(a, jnp.bfloat16) for name, a in problem(7).items()}
+    rounded = {name: np.asarray(a, np.float32) for name, a in arrays.items()}
+    (total, (_, indices)), gradients = both_ways(arrays, PACKED, 5, "all")
+    window = reference_visibility(PACKED, W, M)[0]
+    expected = by_hand(rounded, window, able_entries(PACKED, indices), "all")
+    assert total.dtype == jnp.float32
+    assert_close(np.array([total]), np.array(expected[:1]), jnp.bfloat16)
+    assert {name: gradients[name].dtype for name in STUDENT} == dict.fromkeys(STUDENT, jnp.bfloat16)
+    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], jnp.bfloat16)
+
+
+def test_a_sum_that_is_scaled_scales_its_gradients():
+    arrays = problem(8)
+
+    def loss(arrays, factor):
+        total, (count, _) = loss_of(arrays, FULL, 5)
+        return factor * IndexerLoss(total, count).mean
+
+    once, thrice = (jax.grad(loss)(arrays, factor) for factor in (1.0, 3.0))
+    for name in STUDENT:
+        assert np.any(once[name])
+        np.testing.assert_allclose(thrice[name], 3 * once[name], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_rows_too_short_for_an_entry(length):
+    total, (count, _) = loss_of(problem(9, length), np.ones((B, length), np.int32))
+    assert (total, count) == (0.0, 0.0)
+    assert IndexerLoss(total, count).mean == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def sizes(jaxpr: jex.Jaxpr) -> list[int]:
+    """Elements of every array that a program makes, within loops too."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if isinstance(inner, jex.Jaxpr | jex.ClosedJaxpr):
+                found += sizes(getattr(inner, "jaxpr", inner))
+    return found
+
+
+@pytest.mark.parametrize("top_k", [None, 16])
+def test_no_array_has_queries_times_entries(top_k):
+    length, heads, dim = 1 << 15, 4, 8
+    slots = length // M
+    visibility = Visibility(Documents.unpacked(1, length), W, M)
+
+    def loss(student, q, entries, lse, indices):
+        found = indexer_loss(
+            *student, q=q, entries=entries, lse=lse, sinks=None, visibility=visibility, indices=indices
+        )
+        return found.total
+
+    of = jax.ShapeDtypeStruct
+    student = of((1, length, heads, dim), "float32"), of((1, length, heads), "float32"), of((1, slots, dim), "float32")
+    others = of((1, length, heads, dim), "float32"), of((1, slots, dim), "float32"), of((1, length, heads), "float32")
+    indices = None if top_k is None else of((1, length, top_k), "int32")
+    program = jax.make_jaxpr(jax.value_and_grad(loss))(student, *others, indices)
+    assert length * heads * dim <= max(sizes(program.jaxpr)) < length * slots / 64
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"denominator": "window"}, 'denominator: expected "all" or "entries"'),
+        ({"index_keys": np.zeros((B, C + 1, J), np.float32)}, "index_keys: expected shape"),
+        ({"index_weights": np.zeros((B, S, I + 1), np.float32)}, "index_weights: expected shape"),
+        ({"entries": np.zeros((B, C, D + 1), np.float32)}, "entries: expected shape"),
+        ({"lse": np.zeros((B, S), np.float32)}, "lse: expected shape"),
+        ({"sinks": np.zeros(H + 1, np.float32)}, "sinks: expected shape"),
+        ({"q": np.zeros((B, S + 1, H, D), np.float32)}, "q: expected"),
+        ({"index_q": np.zeros((B, S, J), np.float32)}, "index_q: expected"),
+        ({"indices": np.zeros((B, S + 1, 3), np.int32)}, "indices: expected"),
+        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected an integer dtype"),
+    ],
+)
+def test_mistakes_are_named(changed, complaint, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    arrays = problem(10)
+    del arrays["kv"]
+    arrays |= {"lse": np.zeros((B, S, H), np.float32), "indices": None}
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    arrays |= {"visibility": Visibility(Documents.unpacked(B, S), W, M)}
+    arrays |= {name: value if isinstance(value, str) else jnp.asarray(value) for name, value in changed.items()}
+    student = [arrays.pop(name) for name in STUDENT]
+    with pytest.raises(ValueError, match=complaint):
+        indexer_loss(*student, **arrays)

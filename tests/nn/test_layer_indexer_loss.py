@@ -1,5 +1,7 @@
 """A layer's indexer loss: what it is over, whom it teaches, and that the layer stays what it is."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def hidden_states(seed: int = 1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(B, S, CONFIG.hidden_size)).astype(np.float32))
 
 
-def both(layer: CompressedAttention, x: jax.Array, select: str, factor: float):
+def both(layer: CompressedAttention, x: jax.Array, select: Any, factor: float):
     """Output, loss, and gradients of the parameters and of x of sum(output ** 2) + factor loss."""
     graph, state = nnx.split(layer)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import math
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -40,7 +41,7 @@ def problem(seed: int, length: int = S) -> dict[str, np.ndarray]:
     return arrays
 
 
-def loss_of(arrays, segment_ids, top_k: int | None = None, denominator: str = "all") -> tuple:
+def loss_of(arrays, segment_ids, top_k: int | None = None, denominator: Any = "all") -> tuple:
     """As a layer has it: attention and loss over what the indexer selects, or over all that is seen."""
     visibility = Visibility(Documents.from_segment_ids(segment_ids), W, M)
     arrays = jax.tree.map(jnp.asarray, arrays)
@@ -236,8 +237,9 @@ def sizes(jaxpr: jex.Jaxpr) -> list[int]:
     for equation in jaxpr.eqns:
         found += [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if isinstance(inner, jex.Jaxpr | jex.ClosedJaxpr):
-                found += sizes(getattr(inner, "jaxpr", inner))
+            inner: Any = getattr(inner, "jaxpr", inner)
+            if isinstance(inner, jex.Jaxpr):
+                found += sizes(inner)
     return found
 
 

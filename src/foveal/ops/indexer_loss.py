@@ -14,13 +14,17 @@ from foveal.geometry import Visibility
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
-class IndexerLoss(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexerLoss:
     """A sum over queries and how many it is over, float32 scalars: sums of both over layers and devices can be divided.
 
     Attributes:
         total: the sum of the divergences, in nats.
         count: queries that have an entry to attend to; the others add nothing.
     """
+
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
 
     total: Float32[Array, ""]
     count: Float32[Array, ""]
@@ -75,7 +79,7 @@ def indexer_loss(
     Raises:
         ValueError: shapes that do not fit each other, or an unknown denominator.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     _check(index_q, index_weights, index_keys, q, entries, lse, sinks, visibility, indices, denominator)
     wide = jnp.float32
     whole = lse.astype(wide) if sinks is None else jnp.logaddexp(lse.astype(wide), sinks.astype(wide)[None, None])
@@ -86,7 +90,8 @@ def indexer_loss(
     ):
         return IndexerLoss(jnp.zeros((), wide), jnp.zeros((), wide))
     plan = _Plan.of(student, teacher, indices, scale, denominator, precision)
-    total, count = _loss(plan, student, teacher, visibility, indices)
+    sums: Any = _loss(plan, student, teacher, visibility, indices)
+    total, count = sums
     return IndexerLoss(total, jax.lax.stop_gradient(count))
 
 
@@ -158,7 +163,7 @@ class _Sums(NamedTuple):
     """What a loop over blocks of queries adds up and fills in."""
 
     total: Array
-    count: Array
+    queries: Array
     gradients: _Student | None  # of q and weights in their dtypes, of keys in float32
 
 
@@ -195,7 +200,7 @@ def _over_blocks(
         rows, d_scores = _divergence(scores, logits, able)
         keep = fresh[None] & rows.any_entry
         total = sums.total + jnp.sum(jnp.where(keep, rows.divergence, 0.0))
-        count = sums.count + jnp.sum(keep.astype(jnp.float32))
+        count = sums.queries + jnp.sum(keep.astype(jnp.float32))
         if sums.gradients is None:
             return _Sums(total, count, None)
         d_scores = jnp.where(rows.any_entry[..., None], d_scores, 0.0)
@@ -219,7 +224,7 @@ def _over_blocks(
     if sums.gradients is not None:
         narrow = sums.gradients.keys.astype(student.keys.dtype)
         sums = sums._replace(gradients=sums.gradients._replace(keys=narrow))
-    return (sums.total, sums.count), sums.gradients
+    return (sums.total, sums.queries), sums.gradients
 
 
 class _Sources(NamedTuple):

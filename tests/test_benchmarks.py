@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks import compiled, contenders, measure, report, tiles
+from benchmarks import compiled, contenders, indexer, measure, report, tiles
 from benchmarks.cases import Case, suite
 from foveal import LayerType
 
@@ -233,3 +233,20 @@ def test_the_picture_of_tiles(tmp_path):
     path = tmp_path / "tiles.png"
     tiles.draw(str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------------------------------------------- the indexer
+
+
+def test_the_indexers_row():
+    row = indexer.measure(indexer.Case(128, 2, 8, 16), rounds=1)
+    assert row["queries_that_differ"] == 0
+    assert set(row["seconds"]) == {"ours", "materialised"}
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    visible = sum((t + 1) // 4 for t in range(128))
+    assert indexer.Case(128, 2, 8, 16).operations == visible * 2 * 2 * 8
+
+
+def test_the_indexers_resident_memory():
+    """Of a small case, so next to nothing; a megabyte is the allocator's own grain."""
+    assert indexer.resident_growth(indexer.Case(512, 2, 8, 16)) < 64 << 20

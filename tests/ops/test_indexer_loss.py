@@ -180,6 +180,59 @@ def test_what_padding_and_unseen_slots_hold_does_not_matter(top_k):
         np.testing.assert_array_equal(gradients[name], expected[name], err_msg=name)
 
 
+@pytest.mark.parametrize("value", [3e38, -3e38])
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_large_keys_that_a_query_does_not_see_do_not_matter(top_k, value):
+    """Finite, but their dots are not. The first slot is nobody's here, and -1 must not stand for it."""
+    ids = np.repeat([[0, 2]] * B, [4, S - 4], axis=1)
+    arrays = problem(11)
+    (total, _), expected = both_ways(arrays, ids, top_k, "all")
+    arrays["index_keys"][:, 0] = value
+    (again, _), gradients = both_ways(arrays, ids, top_k, "all")
+    assert again == total
+    for name in STUDENT:
+        np.testing.assert_array_equal(gradients[name], expected[name], err_msg=name)
+
+
+def test_a_query_that_selected_nothing_gives_nothing():
+    """As one that holds NaN."""
+    arrays = problem(12)
+    arrays["index_q"][0, 100], arrays["index_weights"][1, 70] = np.nan, np.nan
+    (total, (count, indices)), gradients = both_ways(arrays, FULL, 5, "all")
+    assert (np.asarray(indices)[[0, 1], [100, 70]] == -1).all()
+    assert count == B * (S - 3) - 2
+    assert np.isfinite(total)
+    assert all(np.isfinite(g).all() for g in gradients.values())
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_a_teacher_that_is_not_a_number_shows(top_k):
+    """A broken model must not look like an indexer that has nothing to learn."""
+    arrays = problem(13)
+    sinks, entries, q = arrays["sinks"].copy(), arrays["entries"].copy(), arrays["q"].copy()
+    sinks[1], entries[0, 3, 2], q[1, 90, 0, 1] = np.nan, np.nan, np.nan
+    for broken in ({"sinks": sinks}, {"entries": entries}, {"q": q}):
+        assert np.isnan(both_ways(arrays | broken, FULL, top_k, "all")[0][0])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
+def test_narrow_indices(dtype):
+    arrays = jax.tree.map(jnp.asarray, problem(14))
+    student = [arrays.pop(name) for name in STUDENT]
+    del arrays["kv"]
+    visibility = Visibility(Documents.unpacked(B, S), W, M)
+    slot = np.minimum(np.arange(S) // M, C - 1)
+    indices = np.broadcast_to(np.maximum(slot - 1, 0)[None, :, None], (B, S, 1))[:, :, :1]
+
+    def loss(student, indices):
+        lse = jnp.zeros((B, S, H), jnp.float32)
+        return indexer_loss(*student, **arrays, lse=lse, visibility=visibility, indices=indices).total
+
+    narrow, wide = (jax.grad(loss)(student, jnp.asarray(indices.astype(t))) for t in (dtype, np.int32))
+    for got, want in zip(narrow, wide, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_packed_documents_are_those_alone():
     arrays = problem(6)
     ids = np.repeat([[1, 2, 3]] * B, [61, 49, 40], axis=1)

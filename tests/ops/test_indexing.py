@@ -252,6 +252,29 @@ def test_a_score_that_is_not_a_number_is_not_chosen_where_there_is_no_choice(poi
     np.testing.assert_array_equal(chosen[0], [[-1, -1]] * 2 + [[0, -1]] * 6)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_among_many_heads(poison):
+    """Sizes at which XLA makes one loop of the sum over heads: in it a NaN must stay one. All scores are negative."""
+    rng = np.random.default_rng(12)
+    length, heads, dim, top_k = 128, 16, 32, 3
+    q, weights, keys = (
+        rng.normal(size=s) for s in ((2, length, heads, dim), (2, length, heads), (2, length // M, dim))
+    )
+    q, weights, keys = (a.astype(np.float32) for a in (q, -np.abs(weights), keys))
+    keys[0, 9, 5], q[1, 100, 2, 3], weights[0, 90, 1] = poison, poison, np.nan
+    visibility = Visibility(Documents.unpacked(2, length), 4, M)
+
+    def run(block_size):
+        return jax.jit(lambda *a: select_entries(*a, visibility=visibility, top_k=top_k, block_size=block_size))(
+            q, weights, keys
+        )
+
+    visible = reference_visibility(np.ones((2, length), np.int32), 4, M)[1]
+    expected = best_by_hand(scores_by_hand(q, weights, keys), visible, top_k)
+    for block_size in (None, 1, 7):
+        np.testing.assert_array_equal(run(block_size), expected, err_msg=str(block_size))
+
+
 def test_deterministic_and_equivariant_to_the_order_of_the_batch():
     q, weights, keys = (distinct_values(shape, 7) for shape in ((B, S, I, J), (B, S, I), (B, C, J)))
     once = np.asarray(select(q, weights, keys, PACKED, top_k=3))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from foveal.backends.program import platform, varying
 from foveal.geometry import Visibility
+from foveal.ops.indexing import relu
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -89,6 +90,8 @@ def indexer_loss(
         indices is not None and indices.shape[2] == 0
     ):
         return IndexerLoss(jnp.zeros((), wide), jnp.zeros((), wide))
+    if indices is not None:
+        indices = indices.astype(jnp.int32)
     plan = _Plan.of(student, teacher, indices, scale, denominator, precision)
     sums: Any = _loss(plan, student, teacher, visibility, indices)
     total, count = sums
@@ -190,11 +193,8 @@ def _over_blocks(
             return jax.lax.dynamic_slice_in_dim(array, row, size, axis=1)
 
         seen = visibility.tile(row, size)
-        # Padding may hold anything; of what it holds nothing must reach a key's gradient.
-        sees = (seen.entry_end > seen.entry_first)[..., None]
-        index_q = jnp.where(sees[..., None], at(student.q), 0.0)
-        weights = jnp.where(sees, at(student.weights).astype(jnp.float32), 0.0)
-        block = _Block(index_q, weights, at(teacher.q), at(teacher.whole), seen.entry_first, seen.entry_end)
+        weights = at(student.weights).astype(jnp.float32)
+        block = _Block(at(student.q), weights, at(teacher.q), at(teacher.whole), seen.entry_first, seen.entry_end)
         pairs = _Streamed(plan, sources, block) if indices is None else _Gathered(plan, sources, block, at(indices))
         scores, logits, able = pairs.both()
         rows, d_scores = _divergence(scores, logits, able)
@@ -203,7 +203,11 @@ def _over_blocks(
         count = sums.queries + jnp.sum(keep.astype(jnp.float32))
         if sums.gradients is None:
             return _Sums(total, count, None)
+        # Queries that count nothing, padding above all, may hold anything, of which nothing must reach a gradient.
         d_scores = jnp.where(rows.any_entry[..., None], d_scores, 0.0)
+        counted = jnp.where(rows.any_entry[..., None, None], block.index_q, 0.0)
+        weights = jnp.where(rows.any_entry[..., None], weights, 0.0)
+        pairs = dataclasses.replace(pairs, block=block._replace(index_q=counted, weights=weights))
         d_q, d_weights, d_keys = pairs.pull(d_scores, jnp.where(keep[..., None], d_scores, 0.0), sums.gradients.keys)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row, axis=1)
         filled = _Student(
@@ -253,7 +257,7 @@ class _RowSums(NamedTuple):
 
 def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Array]:
     """[B, T] divergences of softmax(scores) from softmax(logits), [B, T, N] each, and gradients of the scores."""
-    some = able & (logits > -jnp.inf)  # of an infinite sink nothing remains to learn from
+    some = able & (logits != -jnp.inf)  # of an infinite sink nothing remains to learn from
     any_entry = some.any(axis=-1)
 
     def log_softmax(values: Array, among: Array) -> Array:
@@ -319,7 +323,7 @@ class _Streamed:
         def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
             column, _ = self._at(j)
             dots, _ = self._dots(column)
-            scores = jnp.sum(jax.nn.relu(dots) * self.block.weights[..., None], axis=2)
+            scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
             scores = jnp.where(self._take(self.sources.finite, column)[:, None], scores, jnp.nan)
             logits = _heads_logits(self._logits(column), whole)
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=2)
@@ -356,9 +360,10 @@ class _Streamed:
         """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
 
         def step(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            column, _ = self._at(j)
+            column, seen = self._at(j)
             fresh = column + jnp.arange(self.plan.entries, dtype=jnp.int32) >= j * self.plan.entries
             dots, keys = self._dots(column)
+            dots = jnp.where(seen[:, :, None], dots, 0.0)
             take = functools.partial(
                 jax.lax.dynamic_slice_in_dim, start_index=column, slice_size=self.plan.entries, axis=2
             )
@@ -396,7 +401,7 @@ class _Gathered:
     def both(self) -> tuple[Array, Array, Array]:
         """Scores and the teacher's logits float32 [B, T, K], and which are entries."""
         able = self.indices >= 0
-        scores = jnp.sum(jax.nn.relu(self._dots()[0]) * self.block.weights[..., None], axis=2)
+        scores = jnp.sum(relu(self._dots()[0]) * self.block.weights[..., None], axis=2)
         finite = jnp.take_along_axis(self.sources.finite[:, None], jnp.maximum(self.indices, 0), axis=2)
         scores = jnp.where(finite, scores, jnp.nan)
         entries = self._gather(self.sources.entries)
@@ -409,6 +414,7 @@ class _Gathered:
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
         """As `_Streamed.pull`."""
         dots, keys = self._dots()
+        dots = jnp.where((self.indices >= 0)[:, :, None], dots, 0.0)
         d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, d_scores, "btik,btkj->btij", keys)
         each = _matmul("btik,btij->btkj", d_dots(d_fresh), self.block.index_q, self.plan)
         batch = jnp.arange(self.indices.shape[0])[:, None, None]
@@ -419,12 +425,15 @@ class _Gathered:
 def _pull_dots(
     plan: _Plan, block: _Block, dots: Array, d_scores: Array, spelling: str, keys: Array
 ) -> tuple[Array, Array, Any]:
-    """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores."""
+    """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores.
+
+    Where an entry is not the query's, its dot must be 0: however large, it must not meet a gradient of 0.
+    """
 
     def d_dots(d_scores: Array) -> Array:
         return jnp.where(dots > 0.0, d_scores[:, :, None] * block.weights[..., None], 0.0).astype(keys.dtype)
 
-    d_weights = jnp.sum(jax.nn.relu(dots) * d_scores[:, :, None], axis=-1)
+    d_weights = jnp.sum(relu(dots) * d_scores[:, :, None], axis=-1)
     return _matmul(spelling, d_dots(d_scores), keys, plan), d_weights, d_dots
 
 

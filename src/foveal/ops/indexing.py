@@ -168,7 +168,7 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
         keys = jax.lax.dynamic_slice_in_dim(block.keys, column, plan.entries, axis=2)
         dots = jnp.einsum("btij,bjc->btic", block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
-        weighted = jax.nn.relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
+        weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
         ranks_here = _rank(scores, column, block.first, block.end)
         return jax.lax.dynamic_update_slice_in_dim(ranks, ranks_here, column, axis=2)
@@ -178,6 +178,11 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
     first = jnp.where(sees, block.first, slots).min() // plan.entries
     end = -(-jnp.where(sees, block.end, 0).max() // plan.entries)
     return jax.lax.fori_loop(first, end, step, start)
+
+
+def relu(dots: Array) -> Array:
+    """Keeps NaN: where XLA for CPUs fuses `jax.nn.relu` with a sum over heads, max(NaN, 0) is 0."""
+    return jnp.where(dots <= 0.0, 0.0, dots)
 
 
 def _rank(scores: Array, column: Array | int, first: Array, end: Array) -> Array:

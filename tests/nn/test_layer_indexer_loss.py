@@ -54,7 +54,7 @@ def test_the_loss_teaches_the_indexer_and_nobody_else(select):
     np.testing.assert_allclose(out, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
     assert loss.total > 0
     visibility = Visibility(Documents.from_segment_ids(IDS), CONFIG.sliding_window, CONFIG.csa_ratio)
-    assert loss.count == (np.asarray(visibility.entry_counts) > 0).sum()
+    assert float(loss.count) == (np.asarray(visibility.entry_counts) > 0).sum()
     indexers = {name for name in gradients if "indexer" in name}
     assert len(indexers) >= 5
     for name, gradient in gradients.items():

@@ -302,3 +302,35 @@ def test_visibilities_pass_through_tree_transformations(unchecked_annotations):
 def test_mistakes_are_named(arguments, message, unchecked_annotations):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Visibility(Documents.unpacked(1, 8), *arguments)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_tile_sees_what_its_queries_see(size):
+    """Slot by slot, and in blocks of slots: no block before the first or after the last has anything to see."""
+    ids = random_segment_ids(4, 2, 60, max_document=25)
+    visibility = Visibility(Documents.from_segment_ids(ids), 4, 3)
+    seen = reference_visibility(ids, 4, 3)[1]
+    slots = visibility.slots
+    for row in range(60 - size + 1):
+        tile, expected = visibility.tile(row, size), seen[:, row : row + size]
+        np.testing.assert_array_equal(tile.sees(0, slots), expected)
+        np.testing.assert_array_equal(tile.sees(5, 7), expected[:, :, 5:12])
+        first, end = (int(bound) for bound in tile.slot_blocks(4))
+        assert not expected[:, :, : 4 * first].any()
+        assert not expected[:, :, 4 * end :].any()
+        assert first <= end <= -(-slots // 4)
+    (first, end), unpacked = Visibility(Documents.unpacked(2, 60), 4, 3).tile(20, 2).slot_blocks(4), 22 // 3
+    assert (int(first), int(end)) == (0, -(-unpacked // 4))
+
+
+def test_the_document_that_a_slot_is_of():
+    ids = np.array([[1] * 5 + [0] * 3 + [2] * 4 + [3] * 8, [0] * 4 + [7] * 16])
+    aligned = Visibility(Documents.from_segment_ids(ids, alignment=4), 4, 4)
+    np.testing.assert_array_equal(aligned.slot_document_start, [[0, 0, 8, 12, 12], [-1, 4, 4, 4, 4]])
+    layout = WindowLayout.of(aligned.documents, 4)
+    valid = np.asarray(layout.valid)
+    own = np.take_along_axis(np.asarray(aligned.documents.document_start), np.asarray(layout.start), axis=1)
+    np.testing.assert_array_equal(np.asarray(aligned.slot_document_start)[valid], own[valid])
+    with pytest.raises(ValueError, match="documents: expected an alignment of 4, got 1"):
+        _ = Visibility(Documents.from_segment_ids(ids), 4, 4).slot_document_start
+    assert Visibility(aligned.documents, 4).slot_document_start.shape == (2, 0)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal.geometry import Documents, Visibility
+from foveal.geometry import Documents, TileRanges, Visibility
 from foveal.ops import indexing, select_entries
 from foveal.testing.generators import distinct_values, random_segment_ids
 from foveal.testing.reference import reference_top_k, reference_visibility
@@ -138,7 +138,7 @@ def test_special_scores(data):
 @functools.partial(jax.jit, static_argnums=3)
 def both_ways(scores, first, end, count: int) -> tuple[jax.Array, jax.Array]:
     """By sorting, and by bisection."""
-    ranks = indexing._rank(scores, 0, first, end)
+    ranks = indexing._rank(scores, TileRanges(first, end, first, end).sees(0, scores.shape[2]))
     return indexing._best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
 
 
@@ -262,6 +262,7 @@ def test_poison_among_many_heads(poison):
     )
     q, weights, keys = (a.astype(np.float32) for a in (q, -np.abs(weights), keys))
     keys[0, 9, 5], q[1, 100, 2, 3], weights[0, 90, 1] = poison, poison, np.nan
+    keys[1, 1, 7] = poison  # seen where there is no choice as well
     visibility = Visibility(Documents.unpacked(2, length), 4, M)
 
     def run(block_size):

@@ -26,6 +26,16 @@ class TileRanges(NamedTuple):
         """First slot and one past the last that any query of the tile sees: no range's end decreases along the rows."""
         return self.entry_first[:, 0].min(), self.entry_end[:, -1].max()
 
+    def slot_blocks(self, size: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+        """The first block of `size` slots, and one past the last, that any query of the tile sees."""
+        first, end = self.slots
+        return first // size, -(-end // size)
+
+    def sees(self, first_slot: int | Int32[Array, ""], count: int) -> Bool[Array, "B T N"]:
+        """bool [B, T, count] or [1, T, count]: whether each query sees slots [first_slot, first_slot + count)."""
+        slot = first_slot + jnp.arange(count, dtype=jnp.int32)[None, None]
+        return (slot >= self.entry_first[..., None]) & (slot < self.entry_end[..., None])
+
 
 T = TypeVar("T", int, np.ndarray, jax.Array)
 

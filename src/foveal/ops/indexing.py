@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.backends.program import platform, varying
-from foveal.geometry import Visibility
+from foveal.geometry import TileRanges, Visibility
 from foveal.typing import Array, Float, Int32, Precision
 
 _LANES = 128
@@ -119,20 +119,18 @@ class _Index(NamedTuple):
 
     def at(self, row: Array, size: int) -> _Block:
         """The queries [row, row + size) of all batch rows."""
-        seen = self.visibility.tile(row, size)
         q, weights = (jax.lax.dynamic_slice_in_dim(array, row, size, axis=1) for array in (self.q, self.weights))
-        return _Block(q, weights, self.keys, self.largest, seen.entry_first, seen.entry_end)
+        return _Block(q, weights, self.keys, self.largest, self.visibility.tile(row, size))
 
 
 class _Block(NamedTuple):
-    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C]; each sees slots [first, end), [B or 1, T]."""
+    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C]; what they see."""
 
     q: Array
     weights: Array
     keys: Array
     largest: Array
-    first: Array
-    end: Array
+    ranges: TileRanges
 
 
 def _block(plan: _Plan, block: _Block) -> Array:
@@ -140,11 +138,12 @@ def _block(plan: _Plan, block: _Block) -> Array:
     batch, queries, heads, dim = block.q.shape
     # Without overflow and NaN no score is NaN, and what is seen is chosen where there is no choice.
     largest = _largest(block.q) * block.largest * _largest(block.weights) * (heads * dim)
-    no_choice = ((block.end - block.first).max() <= plan.chosen) & (largest < _LARGEST)
+    first, end = block.ranges.entry_first, block.ranges.entry_end
+    no_choice = ((end - first).max() <= plan.chosen) & (largest < _LARGEST)
 
     def all_seen(block: _Block) -> Array:
-        slot = block.first[..., None] + jnp.arange(plan.chosen, dtype=jnp.int32)[None, None]
-        seen = jnp.where(slot < block.end[..., None], slot, -1)
+        slot = block.ranges.entry_first[..., None] + jnp.arange(plan.chosen, dtype=jnp.int32)[None, None]
+        seen = jnp.where(slot < block.ranges.entry_end[..., None], slot, -1)
         return varying(jnp.broadcast_to(seen, (batch, queries, plan.chosen)), block)
 
     def best(block: _Block) -> Array:
@@ -170,14 +169,11 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
-        ranks_here = _rank(scores, column, block.first, block.end)
+        ranks_here = _rank(scores, block.ranges.sees(column, plan.entries))
         return jax.lax.dynamic_update_slice_in_dim(ranks, ranks_here, column, axis=2)
 
     start = varying(jnp.full((batch, queries, slots), _NEVER, jnp.int32), block)
-    sees = block.end > block.first  # padding has no range at all
-    first = jnp.where(sees, block.first, slots).min() // plan.entries
-    end = -(-jnp.where(sees, block.end, 0).max() // plan.entries)
-    return jax.lax.fori_loop(first, end, step, start)
+    return jax.lax.fori_loop(*block.ranges.slot_blocks(plan.entries), step, start)
 
 
 def relu(dots: Array) -> Array:
@@ -185,16 +181,11 @@ def relu(dots: Array) -> Array:
     return jnp.where(dots <= 0.0, 0.0, dots)
 
 
-def _rank(scores: Array, column: Array | int, first: Array, end: Array) -> Array:
-    """int32 [B, T, N] in the order of float32 scores of slots [column, column + N), -0.0 like 0.0.
-
-    `_NEVER` for NaN and for slots outside of [first, end), below all others.
-    """
+def _rank(scores: Array, seen: Array) -> Array:
+    """int32 [B, T, N] in the order of float32 scores, -0.0 like 0.0; `_NEVER`, below all, for NaN and the unseen."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
-    slot = column + jnp.arange(scores.shape[2], dtype=jnp.int32)[None, None]
-    eligible = (slot >= first[..., None]) & (slot < end[..., None]) & ~jnp.isnan(scores)
-    return jnp.where(eligible, ordered, _NEVER)
+    return jnp.where(seen & ~jnp.isnan(scores), ordered, _NEVER)
 
 
 def _best_by_sorting(ranks: Array, count: int) -> Array:
@@ -253,7 +244,9 @@ def _running_count(flags: Array) -> Array:
 
 
 def _largest(array: Array) -> Array:
-    return jnp.abs(array.astype(jnp.float32)).max()
+    """Infinite if anything is not finite: a maximum alone may pass over NaN, as `relu` says."""
+    array = array.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(array).all(), jnp.abs(array).max(), jnp.inf)
 
 
 def _check(q: Array, weights: Array, keys: Array, visibility: Visibility, top_k: int, block_size: int | None) -> None:

@@ -1,0 +1,246 @@
+"""Pairs of query and entry in the indexer's loss: their scores, the teacher's logits, and the way back of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from foveal.backends.program import platform, varying
+from foveal.geometry import TileRanges
+from foveal.ops.indexing import relu
+from foveal.typing import Array, Precision
+
+
+class Student(NamedTuple):
+    """The indexer: q [B, S, I, J], weights [B, S, I], keys [B, C, J]; or their gradients."""
+
+    q: Array
+    weights: Array
+    keys: Array
+
+
+class Teacher(NamedTuple):
+    """The attention: q [B, S, H, D], entries [B, C, D], and what a head's weights are shares of.
+
+    That is float32 [B, S, H], as a logarithm.
+    """
+
+    q: Array
+    entries: Array
+    whole: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static; `queries` and `entries` of a block."""
+
+    queries: int
+    entries: int
+    scale: float
+    own_denominator: bool
+    precision: Precision
+
+    @classmethod
+    def of(
+        cls, student: Student, teacher: Teacher, indices: Array | None, scale: float, denominator: str, precision: Any
+    ) -> Plan:
+        """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
+        batch, length, heads, dim = teacher.q.shape
+        slots = student.keys.shape[1]
+        heads = max(heads, student.q.shape[2])
+        cpu = platform() == "cpu"
+        if indices is None:
+            rows, entries = (1 << 10, 1 << 8) if cpu else (1 << 13, 1 << 10)
+            queries = rows // heads
+        else:  # a block's entries are gathered for each query
+            elements, entries = (1 << 20 if cpu else 1 << 24), 1
+            queries = elements // (indices.shape[2] * dim)
+        queries = min(max(1, queries // batch), length)
+        return cls(queries, min(entries, slots), scale, denominator == "entries", precision)
+
+
+class Sources(NamedTuple):
+    """Index keys [B, C, J], which of them were finite [B, C], and entries [B, C, D]."""
+
+    keys: Array
+    finite: Array
+    entries: Array
+
+
+class Block(NamedTuple):
+    """Of T queries: the indexer's q and float32 weights, the attention's q and denominators, what they see."""
+
+    index_q: Array
+    weights: Array
+    q: Array
+    whole: Array
+    ranges: TileRanges
+
+
+def _heads_logits(logits: Array, whole: Array) -> Array:
+    """log sum_h exp(logits - whole), [B, T, N] of [B, T, H, N] and [B, T, H]; none of a head with nothing to share."""
+    shares = jnp.where(jnp.isfinite(whole)[..., None], logits - whole[..., None], -jnp.inf)
+    shares = jnp.where(jnp.isnan(whole)[..., None], jnp.nan, shares)
+    peak = shares.max(axis=2, keepdims=True)
+    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+    return jnp.log(jnp.sum(jnp.exp(shares - peak), axis=2)) + peak[:, :, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """All entries that a block of queries sees, some at a time."""
+
+    plan: Plan
+    sources: Sources
+    block: Block
+
+    def _columns(self) -> tuple[Array, Array]:
+        """First block of entries that any query sees, and one past the last."""
+        return self.block.ranges.slot_blocks(self.plan.entries)
+
+    def _at(self, j: Array) -> tuple[Array, Array, Array]:
+        """First slot of a block; whether each query sees each, bool [B or 1, T, N]; and which no block before had.
+
+        The last block may begin in the one before: what both have counts once.
+        """
+        size = self.plan.entries
+        column = jnp.minimum(j * size, self.sources.keys.shape[1] - size)
+        fresh = column + jnp.arange(size, dtype=jnp.int32) >= j * size
+        return column, self.block.ranges.sees(column, size), fresh[None, None]
+
+    def _take(self, array: Array, column: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, column, self.plan.entries, axis=1)
+
+    def _dots(self, column: Array) -> tuple[Array, Array]:
+        """float32 [B, T, I, N], and the keys."""
+        keys = self._take(self.sources.keys, column)
+        return _matmul("btij,bcj->btic", self.block.index_q, keys, self.plan), keys
+
+    def _logits(self, column: Array) -> Array:
+        entries = self._take(self.sources.entries, column)
+        return _matmul("bthd,bcd->bthc", self.block.q, entries, self.plan) * self.plan.scale
+
+    def both(self) -> tuple[Array, Array, Array]:
+        """Scores and the teacher's logits float32 [B, T, C], and which are seen."""
+        batch, queries = self.block.index_q.shape[:2]
+        slots = self.sources.keys.shape[1]
+        whole = self._own_denominators() if self.plan.own_denominator else self.block.whole
+
+        def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
+            column, _, _ = self._at(j)
+            dots, _ = self._dots(column)
+            scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
+            scores = jnp.where(self._take(self.sources.finite, column)[:, None], scores, jnp.nan)
+            logits = _heads_logits(self._logits(column), whole)
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=2)
+            return put(both[0], scores), put(both[1], logits)
+
+        empty = jnp.full((batch, queries, slots), -jnp.inf, jnp.float32)
+        start = varying((empty, empty), (self.sources, self.block))
+        scores, logits = jax.lax.fori_loop(*self._columns(), step, start)
+        return scores, logits, jnp.broadcast_to(self.block.ranges.sees(0, slots), scores.shape)
+
+    def _own_denominators(self) -> Array:
+        """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone."""
+
+        def step(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            column, seen, fresh = self._at(j)
+            logits = jnp.where((seen & fresh)[:, :, None], self._logits(column), -jnp.inf)
+            peak = jnp.maximum(sums[0], logits.max(axis=-1))
+            safe = jnp.where(peak == -jnp.inf, 0.0, peak)
+            total = sums[1] * jnp.exp(sums[0] - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1)
+            return peak, total
+
+        shape = self.block.q.shape[:3]
+        start = varying(
+            (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)), (self.sources, self.block)
+        )
+        peak, total = jax.lax.fori_loop(*self._columns(), step, start)
+        return jnp.where(peak == -jnp.inf, -jnp.inf, peak + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+
+    def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
+        """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
+
+        def step(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            column, seen, fresh = self._at(j)
+            dots, keys = self._dots(column)
+            dots = jnp.where(seen[:, :, None], dots, 0.0)
+            take = functools.partial(
+                jax.lax.dynamic_slice_in_dim, start_index=column, slice_size=self.plan.entries, axis=2
+            )
+            of_all, of_fresh = (jnp.where(fresh, take(d), 0.0) for d in (d_scores, d_fresh))
+            d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, of_all, "btic,bcj->btij", keys)
+            d_here = _matmul("btic,btij->bcj", d_dots(of_fresh), self.block.index_q, self.plan)
+            old = jax.lax.dynamic_slice_in_dim(sums[2], column, self.plan.entries, axis=1)
+            added = jax.lax.dynamic_update_slice_in_dim(sums[2], old + d_here, column, axis=1)
+            return sums[0] + d_q, sums[1] + d_weights, added
+
+        zeros = (jnp.zeros(a.shape, jnp.float32) for a in (self.block.index_q, self.block.weights))
+        start = (*varying(tuple(zeros), (self.sources, self.block)), d_keys)
+        return jax.lax.fori_loop(*self._columns(), step, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The entries that each query selected."""
+
+    plan: Plan
+    sources: Sources
+    block: Block
+    indices: Array
+
+    def _gather(self, array: Array) -> Array:
+        """[B, C, F] -> [B, T, K, F]."""
+        batch, queries, count = self.indices.shape
+        slot = jnp.maximum(self.indices, 0).reshape(batch, queries * count)
+        return jnp.take_along_axis(array, slot[..., None], axis=1).reshape(batch, queries, count, -1)
+
+    def _dots(self) -> tuple[Array, Array]:
+        keys = self._gather(self.sources.keys)
+        return _matmul("btij,btkj->btik", self.block.index_q, keys, self.plan), keys
+
+    def both(self) -> tuple[Array, Array, Array]:
+        """Scores and the teacher's logits float32 [B, T, K], and which are entries."""
+        able = self.indices >= 0
+        scores = jnp.sum(relu(self._dots()[0]) * self.block.weights[..., None], axis=2)
+        finite = jnp.take_along_axis(self.sources.finite[:, None], jnp.maximum(self.indices, 0), axis=2)
+        scores = jnp.where(finite, scores, jnp.nan)
+        entries = self._gather(self.sources.entries)
+        logits = _matmul("bthd,btkd->bthk", self.block.q, entries, self.plan) * self.plan.scale
+        whole = self.block.whole
+        if self.plan.own_denominator:
+            whole = jax.nn.logsumexp(jnp.where(able[:, :, None], logits, -jnp.inf), axis=-1)
+        return scores, _heads_logits(logits, whole), able
+
+    def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
+        """As `Streamed.pull`."""
+        dots, keys = self._dots()
+        dots = jnp.where((self.indices >= 0)[:, :, None], dots, 0.0)
+        d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, d_scores, "btik,btkj->btij", keys)
+        each = _matmul("btik,btij->btkj", d_dots(d_fresh), self.block.index_q, self.plan)
+        batch = jnp.arange(self.indices.shape[0])[:, None, None]
+        target = jnp.where(self.indices < 0, d_keys.shape[1], self.indices)  # past the end: dropped
+        return d_q, d_weights, d_keys.at[batch, target].add(each, mode="drop")
+
+
+def _pull_dots(
+    plan: Plan, block: Block, dots: Array, d_scores: Array, spelling: str, keys: Array
+) -> tuple[Array, Array, Any]:
+    """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores.
+
+    Where an entry is not the query's, its dot must be 0: however large, it must not meet a gradient of 0.
+    """
+
+    def d_dots(d_scores: Array) -> Array:
+        return jnp.where(dots > 0.0, d_scores[:, :, None] * block.weights[..., None], 0.0).astype(keys.dtype)
+
+    d_weights = jnp.sum(relu(dots) * d_scores[:, :, None], axis=-1)
+    return _matmul(spelling, d_dots(d_scores), keys, plan), d_weights, d_dots
+
+
+def _matmul(spelling: str, a: Array, b: Array, plan: Plan) -> Array:
+    return jnp.einsum(spelling, a, b, precision=plan.precision, preferred_element_type=jnp.float32)

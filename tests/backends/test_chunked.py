@@ -42,8 +42,9 @@ CASES = {
     "few entries, selected, shorter than a tile": Case(50, 3, 4, "few"),
     "streamed, last block overlaps": Case(550, 3, None, "stream"),
     "streamed, whole blocks": Case(512, 2, None, "stream"),
-    "streamed, selected": Case(550, 3, 100, "stream"),
+    "streamed, selected": Case(550, 3, 130, "stream"),
     "gathered": Case(550, 3, 7, "gather"),
+    "gathered in some tiles": Case(550, 3, 60, "gather"),
 }
 ONE_OF_EACH = [
     "window alone, last tile overlaps",
@@ -51,6 +52,7 @@ ONE_OF_EACH = [
     "streamed, last block overlaps",
     "streamed, selected",
     "gathered",
+    "gathered in some tiles",
 ]
 
 
@@ -145,6 +147,9 @@ def test_a_case_is_cut_as_its_name_says(name):
     assert plan.query_block == case.length if "shorter" in name else 2 * plan.query_block < case.length
     if "tile overlaps" in name or "whole tiles" in name:
         assert (case.length % plan.query_block != 0) == ("overlaps" in name)
+    if name == "gathered in some tiles":
+        seen = np.asarray(unpacked(case).entry_counts)[0, plan.query_block - 1 :: plan.query_block]
+        assert 0 < (seen > plan.stream_up_to).sum() < len(seen)
     if case.entries == "stream":
         slots = case.length // case.ratio
         assert plan.entry_block < slots

@@ -15,7 +15,7 @@ from tests.backends.splash_problem import both_ways, equations, program_for_a_tp
 
 HEADS, DIM, RATIO, WINDOW = 4, 8, 4, 20
 # rows and selected entries, for each way over the entries
-WAYS = {"few": (130, None), "streamed": (600, None), "gathered": (600, 20), "masked": (600, 60)}
+WAYS = {"few": (130, None), "streamed": (600, None), "gathered": (600, 20), "masked": (600, 110), "both": (600, 60)}
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

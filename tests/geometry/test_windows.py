@@ -68,6 +68,7 @@ def _layout_and_gathers(ids, rows, ratio, alignment):
         "positions": layout.positions,
         "has_previous": layout.has_previous,
         "own": layout.gather(rows),
+        "at_start": layout.at_start(rows),
         "previous": layout.gather(rows, shift=-1),
     }
 
@@ -95,12 +96,14 @@ def check_windows(ids: np.ndarray, ratio: int, alignment: int) -> None:
             if first is not None:
                 assert told["start"][b, c] == first
                 np.testing.assert_array_equal(told["own"][b, c], told["rows"][b, first : first + ratio])
+                np.testing.assert_array_equal(told["at_start"][b, c], told["rows"][b, first])
             if first is not None and position > 0:
                 np.testing.assert_array_equal(told["previous"][b, c], told["rows"][b, first - ratio : first])
     # Elsewhere arbitrary, but never out of range and never made up (NaN from a gather beyond the end, say).
     assert ((told["start"] >= 0) & (told["start"] < length)).all()
     assert np.isin(told["own"], told["rows"]).all()
     assert np.isin(told["previous"], told["rows"]).all()
+    assert np.isin(told["at_start"], told["rows"]).all()
 
 
 @shapes

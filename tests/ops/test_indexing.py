@@ -138,8 +138,8 @@ def test_special_scores(data):
 @functools.partial(jax.jit, static_argnums=3)
 def both_ways(scores, first, end, count: int) -> tuple[jax.Array, jax.Array]:
     """By sorting, and by bisection."""
-    ranks = indexing._rank(scores, TileRanges(first, end, first, end).sees(0, scores.shape[2]))
-    return indexing._best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
+    ranks = indexing.rank(scores, TileRanges(first, end, first, end).sees(0, scores.shape[2]))
+    return indexing.best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
 
 
 def best_slots(scores: np.ndarray, first: np.ndarray, end: np.ndarray, count: int) -> np.ndarray:

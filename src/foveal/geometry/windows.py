@@ -78,6 +78,13 @@ class WindowLayout:
         """bool [B, C]: the window is valid and not its document's first, so the m rows before it are a window too."""
         return self.valid & (self.positions > 0)
 
+    def at_start(self, rows: Shaped[Array, "B S F"]) -> Shaped[Array, "B C F"]:
+        """The row that each slot's window starts at, [B, S, F] -> [B, C, F]; any row where a slot has no window."""
+        if self.contiguous:
+            return rows[:, : self.slots * self.ratio : self.ratio]
+        index = jnp.clip(self.start, 0, max(rows.shape[1] - 1, 0))
+        return jnp.take_along_axis(rows, index[:, :, None], axis=1)
+
     def gather(self, rows: Shaped[Array, "B S F"], *, shift: int = 0) -> Shaped[Array, "B C m F"]:
         """The rows of each slot's window, [B, S, F] -> [B, C, m, F].
 

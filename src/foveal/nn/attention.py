@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,24 @@ from foveal.nn.indexer import IndexedCompressor
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
 from foveal.ops.core_attention import core_attention
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
-from foveal.ops.rope import apply_rope, rope_table
+from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
+from foveal.ops.rope import RopeTable, apply_rope, rope_table
 from foveal.typing import Array, DTypeLike, Float, Int, Precision
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
 """The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
+
+
+class _Activations(NamedTuple):
+    """Of one call: q [B, S, H, D], kv [B, S, D], entries [B, C, D], the indexer's arrays, its choice; who sees what."""
+
+    q: Array
+    kv: Array
+    entries: Array | None
+    indexed: tuple[Array, Array, Array] | None
+    indices: Array | None
+    visibility: Visibility
+    table: RopeTable
 
 
 class CompressedAttention(nnx.Module):
@@ -140,6 +153,68 @@ class CompressedAttention(nnx.Module):
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
             NotImplementedError: the implementation cannot do this.
         """
+        made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
+        out, lse = self._attend(made, implementation)
+        rotated = checkpoint_name(apply_rope(out, made.table, inverse=True), "attention")
+        result = self.o_b_proj(self.o_a_proj(rotated))
+        if not return_indexer_loss:
+            return result
+        if made.indexed is None or made.entries is None:
+            return result, IndexerLoss(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return result, indexer_loss(
+            *made.indexed,
+            q=made.q,
+            entries=made.entries,
+            lse=lse,
+            sinks=self.sinks[...],
+            visibility=made.visibility,
+            indices=made.indices,
+            precision=self.precision,
+        )
+
+    def indexer_recall(
+        self,
+        x: Float[Array, "B S E"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        documents: Documents | None = None,
+        implementation: str | Backend | None = None,
+    ) -> IndexerRecall:
+        """How many of the entries that attention to all of them weighs most a CSA layer's indexer selects.
+
+        A measurement of an indexer in training, at the cost of a forward pass with `select="all"`.
+
+        Args:
+            x: hidden states, [B, S, E].
+            segment_ids: as in a call.
+            documents: as in a call.
+            implementation: of core attention.
+
+        Returns:
+            Sums over queries; both zero in other layers, so that all can be added.
+
+        Raises:
+            ValueError: as a call does.
+            NotImplementedError: the implementation cannot do this.
+        """
+        made = self._activations(x, segment_ids, documents, "top_k", index=True)
+        if made.indices is None or made.entries is None:
+            return IndexerRecall(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        _, lse = self._attend(made._replace(indices=None), implementation)
+        return indexer_recall(
+            made.indices,
+            q=made.q,
+            entries=made.entries,
+            lse=lse,
+            sinks=self.sinks[...],
+            visibility=made.visibility,
+            precision=self.precision,
+        )
+
+    def _activations(
+        self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str, *, index: bool
+    ) -> _Activations:
+        """All that attention takes; with `index` and in a CSA layer also what the indexer scores with."""
         documents = self._documents(x, segment_ids, documents, select)
         x = x.astype(self.dtype)
         if documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
@@ -157,43 +232,30 @@ class CompressedAttention(nnx.Module):
         entries = indices = indexed = None
         if self.compressor is not None:
             layout = WindowLayout.of(documents, ratio)
-            entry_table = rope_table(layout.positions, rope, config.qk_rope_head_dim)
+            # An entry has the angles of its window's first token, whose cosines need not be computed twice.
+            entry_table = RopeTable(*map(layout.at_start, table))
             entries = checkpoint_name(self.compressor(x, layout, entry_table), "entries")
-            if isinstance(self.compressor, IndexedCompressor) and (select == "top_k" or return_indexer_loss):
+            if isinstance(self.compressor, IndexedCompressor) and index:
                 # Nothing but its own loss teaches the indexer, and its loss nothing else.
                 indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
                 keys = checkpoint_name(indexer(x_in, layout, entry_table), "index_keys")
                 indexed = (*indexer.queries(x_in, q_in, table), keys)
                 if select == "top_k":
                     indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
+        return _Activations(q, kv, entries, indexed, indices, visibility, table)
 
-        sinks = self.sinks[...]
-        out, lse = core_attention(
-            q,
-            kv,
-            entries,
-            visibility=visibility,
-            indices=indices,
-            sinks=sinks,
+    def _attend(self, made: _Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
+        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H]."""
+        return core_attention(
+            made.q,
+            made.kv,
+            made.entries,
+            visibility=made.visibility,
+            indices=made.indices,
+            sinks=self.sinks[...],
             precision=self.precision,
             return_lse=True,
             implementation=implementation,
-        )
-        rotated = checkpoint_name(apply_rope(out, table, inverse=True), "attention")
-        result = self.o_b_proj(self.o_a_proj(rotated))
-        if not return_indexer_loss:
-            return result
-        if indexed is None or entries is None:
-            return result, IndexerLoss(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-        return result, indexer_loss(
-            *indexed,
-            q=q,
-            entries=entries,
-            lse=lse,
-            sinks=sinks,
-            visibility=visibility,
-            indices=indices,
-            precision=self.precision,
         )
 
     def _documents(self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str) -> Documents:

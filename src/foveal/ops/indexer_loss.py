@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from foveal.backends.program import varying
 from foveal.geometry import Visibility
-from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher
+from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher, log_denominator
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -83,8 +83,7 @@ def indexer_loss(
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     _check(index_q, index_weights, index_keys, q, entries, lse, sinks, visibility, indices, denominator)
     wide = jnp.float32
-    whole = lse.astype(wide) if sinks is None else jnp.logaddexp(lse.astype(wide), sinks.astype(wide)[None, None])
-    teacher = jax.lax.stop_gradient(Teacher(q, entries, whole))
+    teacher = jax.lax.stop_gradient(Teacher(q, entries, log_denominator(lse, sinks)))
     student = Student(index_q, index_weights, index_keys)
     if index_q.shape[0] * index_q.shape[1] * index_keys.shape[1] == 0 or (
         indices is not None and indices.shape[2] == 0

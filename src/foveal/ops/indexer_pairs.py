@@ -81,7 +81,13 @@ class Block(NamedTuple):
     ranges: TileRanges
 
 
-def _heads_logits(logits: Array, whole: Array) -> Array:
+def log_denominator(lse: Array, sinks: Array | None) -> Array:
+    """float32 [B, S, H]: the logarithm of what a head's weights are shares of, window, entries and sink."""
+    lse = lse.astype(jnp.float32)
+    return lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
+
+
+def heads_logits(logits: Array, whole: Array) -> Array:
     """log sum_h exp(logits - whole), [B, T, N] of [B, T, H, N] and [B, T, H]; none of a head with nothing to share."""
     shares = jnp.where(jnp.isfinite(whole)[..., None], logits - whole[..., None], -jnp.inf)
     shares = jnp.where(jnp.isnan(whole)[..., None], jnp.nan, shares)
@@ -135,7 +141,7 @@ class Streamed:
             dots, _ = self._dots(column)
             scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
             scores = jnp.where(self._take(self.sources.finite, column)[:, None], scores, jnp.nan)
-            logits = _heads_logits(self._logits(column), whole)
+            logits = heads_logits(self._logits(column), whole)
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=2)
             return put(both[0], scores), put(both[1], logits)
 
@@ -214,7 +220,7 @@ class Gathered:
         whole = self.block.whole
         if self.plan.own_denominator:
             whole = jax.nn.logsumexp(jnp.where(able[:, :, None], logits, -jnp.inf), axis=-1)
-        return scores, _heads_logits(logits, whole), able
+        return scores, heads_logits(logits, whole), able
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
         """As `Streamed.pull`."""

@@ -148,7 +148,7 @@ def _block(plan: _Plan, block: _Block) -> Array:
 
     def best(block: _Block) -> Array:
         ranks = _ranks(plan, block)
-        return _best_by_bisection(ranks, plan.chosen) if plan.bisect else _best_by_sorting(ranks, plan.chosen)
+        return _best_by_bisection(ranks, plan.chosen) if plan.bisect else best_by_sorting(ranks, plan.chosen)
 
     return jax.lax.cond(no_choice, all_seen, best, block)
 
@@ -169,7 +169,7 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
-        ranks_here = _rank(scores, block.ranges.sees(column, plan.entries))
+        ranks_here = rank(scores, block.ranges.sees(column, plan.entries))
         return jax.lax.dynamic_update_slice_in_dim(ranks, ranks_here, column, axis=2)
 
     start = varying(jnp.full((batch, queries, slots), _NEVER, jnp.int32), block)
@@ -181,14 +181,14 @@ def relu(dots: Array) -> Array:
     return jnp.where(dots <= 0.0, 0.0, dots)
 
 
-def _rank(scores: Array, seen: Array) -> Array:
+def rank(scores: Array, seen: Array) -> Array:
     """int32 [B, T, N] in the order of float32 scores, -0.0 like 0.0; `_NEVER`, below all, for NaN and the unseen."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
     return jnp.where(seen & ~jnp.isnan(scores), ordered, _NEVER)
 
 
-def _best_by_sorting(ranks: Array, count: int) -> Array:
+def best_by_sorting(ranks: Array, count: int) -> Array:
     """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1."""
     slots = ranks.shape[2]
     best, slot = jax.lax.top_k(ranks, count)  # of equal ones the lower slot first

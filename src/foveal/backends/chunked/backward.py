@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,13 +14,17 @@ from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
     Operands,
+    Part,
     Sources,
     Tile,
     entry_blocks,
     entry_columns,
     entry_start,
+    gather_count,
     gathered_columns,
+    gathers,
     restored,
+    selected_slots,
     stored,
     tile_at,
     tile_count,
@@ -61,10 +66,9 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         tile = tile_at(plan, operands, i)
         rows, d_sinks = _rows(operands, tile, out, lse, d_out, d_lse)
         d_q, grads = _window(plan, operands, sources, tile, rows, grads)
-        if plan.entries == "gather":
-            d_q, grads = _gathered(plan, operands, tile, rows, d_q, grads)
-        elif plan.entries == "stream":
-            d_q, grads = _streamed(plan, operands, sources, tile, rows, d_q, grads)
+        if plan.entries in ("stream", "gather"):
+            d_q, d_entries = _entries(plan, operands, sources, tile, rows, (d_q, grads.entries))
+            grads = grads._replace(entries=d_entries)
         if grads.sinks is not None:
             grads = grads._replace(sinks=grads.sinks + d_sinks)
         return grads._replace(q=tile.put(grads.q, d_q))
@@ -117,28 +121,71 @@ def _window(
     return d_q, grads
 
 
-def _streamed(
-    plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, d_q: Array, grads: Gradients
-) -> tuple[Array, Gradients]:
-    def block_step(block: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, sources, tile, block))
-        return carry[0] + d_q, _add_at(carry[1], d_keys, entry_start(plan, operands, block))
-
-    d_q, d_entries = jax.lax.fori_loop(*entry_blocks(plan, tile), block_step, (d_q, grads.entries))
-    return d_q, grads._replace(entries=d_entries)
+Sums = tuple[Array, Array]
+"""Gradients so far: of a tile's q [B, T, H, D], and of all entries [B, C, D]."""
 
 
-def _gathered(
-    plan: Plan, operands: Operands, tile: Tile, rows: _Rows, d_q: Array, grads: Gradients
-) -> tuple[Array, Gradients]:
-    columns, slots = gathered_columns(operands, tile)
-    more, d_keys = _columns(plan, tile, rows, columns)
-    # A masked column's gradient is zero, so that its slot may be any. Mapped over the batch, so that it stays sharded.
-    d_entries = jax.vmap(lambda total, slot, part: total.at[slot].add(part))(
-        grads.entries, jnp.maximum(slots, 0), d_keys
+def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, sums: Sums) -> Sums:
+    """`sums` with what entries add, block by block or, of a tile that gathers, query by query."""
+    steps, blocks = 0, entry_blocks(plan, tile)
+    if plan.entries == "gather":
+        # Of two loops one is empty. A branch around them would have XLA for CPUs copy the sums.
+        gather = gathers(plan, tile)
+        steps = jnp.where(gather, gather_count(plan), 0)
+        blocks = blocks[0], jnp.where(gather, blocks[0], blocks[1])
+        shape = (*operands.q.shape[:1], plan.query_block, operands.entries.shape[1])
+        selected = jax.lax.cond(
+            gather, lambda: varying(jnp.zeros(shape, bool), operands.indices), lambda: selected_slots(operands, tile)
+        )
+    else:
+        selected = selected_slots(operands, tile)
+
+    def streamed(block: Array, sums: Sums) -> Sums:
+        d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, sources, tile, selected, block))
+        return sums[0] + d_q, _add_at(sums[1], d_keys, entry_start(plan, operands, block))
+
+    sums = jax.lax.fori_loop(*blocks, streamed, sums)
+    if plan.entries != "gather":
+        return sums
+    assert operands.indices is not None
+    slots = tile.take(operands.indices)
+    return jax.lax.fori_loop(
+        0, steps, lambda i, sums: _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, sums), sums
     )
-    grads = grads._replace(entries=d_entries)
-    return d_q + more, grads
+
+
+def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, first: Array, sums: Sums) -> Sums:
+    """`sums` with what some queries' selected entries add.
+
+    q and g are stacked, as are the weights and the gradients of the scores: in one matmul instead of two, since these
+    are small, a query's heads by its entries.
+    """
+    part = Part(first, plan.gather_block)
+    slots, fresh = part.take(slots), jax.lax.dynamic_slice_in_dim(tile.fresh, first, plan.gather_block)
+    columns = gathered_columns(plan, operands, slots)
+    keys, narrow = columns.keys.rows, rows.q.dtype
+    both = jnp.stack([part.take(rows.q), part.take(rows.g)], axis=2)
+    dots = contract(plan, both, keys, ((4,), (3,)), ((0, 1), (0, 1)))
+    mask = (columns.mask & fresh[None, :, None])[:, :, None]
+
+    def weigh() -> Array:
+        logits = dots[:, :, 0] * plan.scale - part.take(rows.lse)[..., None]
+        return jnp.exp(jnp.where(mask, logits, -jnp.inf))
+
+    weights = _once(plan, tile, dots, weigh)
+
+    def score_gradients() -> Array:
+        d_scores = weights * (dots[:, :, 1] + part.take(rows.offset)[..., None]) * plan.scale
+        return jnp.stack([d_scores.astype(narrow), weights.astype(narrow)], axis=2)
+
+    stacked = _once(plan, tile, weights, score_gradients)
+    d_q = contract(plan, stacked[:, :, 0], keys, ((3,), (2,)), ((0, 1), (0, 1)))
+    d_keys = contract(plan, stacked, both, ((2, 3), (2, 3)), ((0, 1), (0, 1)))
+    # A masked column's gradient is zero, so that its slot may be any. Mapped over the batch, so that it stays sharded.
+    d_entries = jax.vmap(lambda total, slot, part: total.at[slot].add(part, mode="promise_in_bounds"))(
+        sums[1], jnp.maximum(slots, 0), d_keys
+    )
+    return part.put(sums[0], part.take(sums[0]) + d_q), d_entries
 
 
 def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Array, Array]:
@@ -152,12 +199,20 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Arr
     def score_gradients() -> Array:
         return (weights * (d_weights + rows.offset[..., None]) * plan.scale).astype(narrow)
 
-    if plan.shield:
-        d_scores = jax.lax.cond(tile.row >= 0, score_gradients, lambda: jnp.zeros_like(weights, narrow))
-    else:
-        d_scores = score_gradients()
+    d_scores = _once(plan, tile, weights, score_gradients)
     d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, weights.astype(narrow), rows.g, columns)
     return combine(plan, d_scores, columns.keys), d_keys
+
+
+def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], Array]) -> Array:
+    """What `compute` returns, which XLA must not compute again for every use: see `Plan.shield`.
+
+    It varies over the devices that `like` varies over.
+    """
+    if not plan.shield:
+        return compute()
+    made = jax.eval_shape(compute)
+    return jax.lax.cond(tile.row >= 0, compute, lambda: varying(jnp.zeros(made.shape, made.dtype), like))
 
 
 def _onto_keys(plan: Plan, weights: Array, rows: Array, columns: Columns) -> Array:

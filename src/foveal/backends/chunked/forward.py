@@ -12,12 +12,16 @@ from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
     Operands,
+    Part,
     Sources,
     Tile,
     entry_blocks,
     entry_columns,
+    gather_count,
     gathered_columns,
+    gathers,
     restored,
+    selected_slots,
     stored,
     tile_at,
     tile_count,
@@ -67,15 +71,32 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
     q = tile.take(operands.q)
     state = _absorb(None, plan, q, window_columns(plan, operands, sources, tile))
-    if plan.entries == "gather":
-        return _absorb(state, plan, q, gathered_columns(operands, tile)[0])
-    if plan.entries == "stream":
+    if plan.entries in ("none", "few"):
+        return state
+
+    def streamed(state: Softmax) -> Softmax:
+        selected = selected_slots(operands, tile)
 
         def absorb_block(block: Array, state: Softmax) -> Softmax:
-            return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, block))
+            return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, selected, block))
 
         return jax.lax.fori_loop(*entry_blocks(plan, tile), absorb_block, state)
-    return state
+
+    if plan.entries == "stream":
+        return streamed(state)
+    assert operands.indices is not None
+    slots = tile.take(operands.indices)
+
+    def gathered(state: Softmax) -> Softmax:
+        def absorb_some(i: Array, state: Softmax) -> Softmax:
+            part = Part(i * plan.gather_block, plan.gather_block)
+            mine = jax.tree.map(part.take, state)
+            more = _absorb(mine, plan, part.take(q), gathered_columns(plan, operands, part.take(slots)))
+            return jax.tree.map(part.put, state, more)
+
+        return jax.lax.fori_loop(0, gather_count(plan), absorb_some, state)
+
+    return jax.lax.cond(gathers(plan, tile), gathered, streamed, state)
 
 
 def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> Softmax:

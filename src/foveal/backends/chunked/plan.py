@@ -26,7 +26,10 @@ class Plan:
         entry_block: slots per step where entries are streamed.
         window_columns: raw keys per tile: the T + W - 1 that its queries can see, rounded up to whole vectors.
         entries: how entries are scored: "none", "few" (all slots together with the window), "stream" (block by
-            block over the visible ones), or "gather" (each query's selected ones).
+            block over the visible ones), or "gather" (each query's selected ones, and the visible ones where these
+            are few).
+        stream_up_to: where entries are gathered, a tile that sees no more of them streams all the same.
+        gather_block: queries that gather at a time, a divisor of `query_block`: their keys should stay in the cache.
         scale: of the logits.
         precision: of the matmuls.
         shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
@@ -39,6 +42,8 @@ class Plan:
     entry_block: int
     window_columns: int
     entries: str
+    stream_up_to: int
+    gather_block: int
     scale: float
     precision: Precision
     shield: bool
@@ -49,8 +54,8 @@ class Plan:
         """The rule.
 
         T = 256 / H queries a tile, between 8 and 64. Entries are streamed by C / 8, between 32 and 128: half a block
-        is wasted a tile. Selected entries are gathered, query by query, where C exceeds 4 K: a query then sees more
-        than twice as many on average, and the small matmuls of single queries run at half the rate.
+        is wasted a tile. Selected entries are gathered by tiles that see more than 3/2 K: the others take all they
+        see, masked, which costs no more, since the small matmuls of single queries run at two thirds of the rate.
         """
         length, heads, slots = request.q.shape[1], request.q.shape[2], request.visibility.slots
         if query_block is None:
@@ -58,12 +63,13 @@ class Plan:
         query_block = max(min(query_block, length), 1)
         if entry_block is None:
             entry_block = min(max(slots // 8 // 32 * 32, 32), 128)
+        cpu = request.platform == "cpu"
         columns = query_block + request.visibility.sliding_window - 1
         if request.entries is None:
             how = "none"
         elif slots <= _FEW_SLOTS:
             how = "few"
-        elif request.indices is not None and 0 < 4 * request.indices.shape[2] < slots:
+        elif request.indices is not None and 0 < request.indices.shape[2] * 3 // 2 < slots:
             how = "gather"
         else:
             how = "stream"
@@ -71,9 +77,11 @@ class Plan:
             query_block=query_block,
             entry_block=min(entry_block, slots) if slots else 0,
             window_columns=min(-(-columns // 16) * 16, length),
+            stream_up_to=request.indices.shape[2] * 3 // 2 if request.indices is not None else 0,
+            gather_block=1 if cpu else query_block,
             entries=how,
             scale=request.scale,
             precision=request.precision,
-            shield=request.platform == "cpu",
-            slice_bits=request.platform == "cpu" and jax.__version_info__ < (0, 11, 2),
+            shield=cpu,
+            slice_bits=cpu and jax.__version_info__ < (0, 11, 2),
         )

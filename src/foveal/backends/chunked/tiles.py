@@ -76,13 +76,11 @@ class Tile(NamedTuple):
         fresh: bool [T]: the queries that no other tile computes. The last tile is moved up to end with the row, so
             it repeats some queries of the one before.
         ranges: what they see.
-        selected: bool [B, T, C + 1], the slots each may use, or None for all.
     """
 
     row: Array
     fresh: Array
     ranges: TileRanges
-    selected: Array | None
 
     def take(self, array: Array) -> Array:
         """Its rows of [B, S, ...], `stored` or not."""
@@ -92,6 +90,21 @@ class Tile(NamedTuple):
         """`array` [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
         stored_rows = _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype)
         return jax.lax.dynamic_update_slice_in_dim(array, stored_rows, self.row, axis=1)
+
+
+class Part(NamedTuple):
+    """Some consecutive queries of a tile: `size` of them, which is static."""
+
+    first: Array
+    size: int
+
+    def take(self, array: Array) -> Array:
+        """Of [B, T, ...]."""
+        return jax.lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1)
+
+    def put(self, array: Array, rows: Array) -> Array:
+        """`array` [B, T, ...] with these of its rows replaced."""
+        return jax.lax.dynamic_update_slice_in_dim(array, rows, self.first, axis=1)
 
 
 class Columns(NamedTuple):
@@ -117,10 +130,7 @@ def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
     first = (tile_count(plan, operands) - 1 - step) * size
     row = jnp.minimum(first, length - size)
     fresh = row + jnp.arange(size, dtype=jnp.int32) >= first
-    tile = Tile(row, fresh, operands.visibility.tile(row, size), None)
-    if operands.indices is None or plan.entries in ("none", "gather"):
-        return tile
-    return tile._replace(selected=_membership(tile.take(operands.indices), operands.entries.shape[1]))
+    return Tile(row, fresh, operands.visibility.tile(row, size))
 
 
 def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
@@ -148,8 +158,9 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     assert keys.columns is not None
     assert entries.columns is not None
     entry_mask = _between(jnp.int32(0), slots, tile.ranges.entry_first, tile.ranges.entry_end)
-    if tile.selected is not None:
-        entry_mask = entry_mask & tile.selected[..., :slots]
+    selected = selected_slots(operands, tile)
+    if selected is not None:
+        entry_mask = entry_mask & selected
     masks = jnp.broadcast_arrays(mask[..., :1], entry_mask[..., :1])[0].shape[0]
     both = [jnp.broadcast_to(m, (masks, *m.shape[1:])) for m in (mask, entry_mask)]
     together = Keys(
@@ -170,25 +181,44 @@ def entry_start(plan: Plan, operands: Operands, block: Array) -> Array:
     return jnp.minimum(block * plan.entry_block, operands.entries.shape[1] - plan.entry_block)
 
 
-def entry_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile, block: Array) -> Columns:
-    """One block of entries."""
+def selected_slots(operands: Operands, tile: Tile) -> Array | None:
+    """bool [B, T, C], the slots that each query may use, or None for all."""
+    if operands.indices is None:
+        return None
+    return _membership(tile.take(operands.indices), operands.entries.shape[1])
+
+
+def entry_columns(
+    plan: Plan, operands: Operands, sources: Sources, tile: Tile, selected: Array | None, block: Array
+) -> Columns:
+    """One block of entries; `selected` of `selected_slots`."""
     start = entry_start(plan, operands, block)
     keys = sources.entries.slice(start, plan.entry_block)
     first = jnp.maximum(tile.ranges.entry_first, block * plan.entry_block)  # the slots before are another block's
     mask = _between(start, plan.entry_block, first, tile.ranges.entry_end)
-    if tile.selected is not None:
-        mask = mask & jax.lax.dynamic_slice_in_dim(tile.selected, start, plan.entry_block, axis=2)
+    if selected is not None:
+        mask = mask & jax.lax.dynamic_slice_in_dim(selected, start, plan.entry_block, axis=2)
     return Columns(keys, mask)
 
 
-def gathered_columns(operands: Operands, tile: Tile) -> tuple[Columns, Array]:
-    """Each query's selected entries, and their slots [B, T, K]."""
-    assert operands.indices is not None
-    slots = tile.take(operands.indices)
+def gathers(plan: Plan, tile: Tile) -> Array:
+    """Whether the tile's queries see so many entries that each is scored with its own selected ones alone."""
+    first, end = tile.ranges.slots
+    return end - first > plan.stream_up_to
+
+
+def gather_count(plan: Plan) -> int:
+    """In how many steps a tile gathers."""
+    return plan.query_block // plan.gather_block
+
+
+def gathered_columns(plan: Plan, operands: Operands, slots: Array) -> Columns:
+    """The selected entries of some queries, whose slots are [B, T, K]."""
+    del plan
     batch, size, count = slots.shape
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
-    keys = jnp.take_along_axis(operands.entries, flat, axis=1)
-    return Columns(Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0), slots
+    keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")
+    return Columns(Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)
 
 
 def _between(start: Array, size: int, first: Array, end: Array) -> Array:
@@ -198,9 +228,9 @@ def _between(start: Array, size: int, first: Array, end: Array) -> Array:
 
 
 def _membership(slots: Array, count: int) -> Array:
-    """bool [B, T, count + 1]: which slots stand in [B, T, K]; the last column collects the -1s.
+    """bool [B, T, count]: which slots stand in [B, T, K].
 
     Mapped over batch and queries, not indexed by them: a sharded batch then stays where it is.
     """
-    target = jnp.where(slots < 0, count, slots)
-    return jax.vmap(jax.vmap(lambda t: jnp.zeros(count + 1, bool).at[t].set(True)))(target)
+    target = jnp.where(slots < 0, count, slots)  # one more column collects the -1s
+    return jax.vmap(jax.vmap(lambda t: jnp.zeros(count + 1, bool).at[t].set(True)))(target)[..., :count]

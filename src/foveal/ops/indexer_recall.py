@@ -1,0 +1,118 @@
+"""How much of what the attention looks at the lightning indexer finds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from foveal.backends.program import varying
+from foveal.geometry import Visibility
+from foveal.ops.indexer_pairs import heads_logits, log_denominator
+from foveal.ops.indexing import best_by_sorting, rank
+from foveal.typing import Array, Float, Float32, Int, Precision
+
+_ELEMENTS = 1 << 22
+"""Logits of a block of queries, of all heads and entries."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexerRecall:
+    """Two sums over queries, float32 scalars: those of layers and devices can be added before they are divided.
+
+    Attributes:
+        found: of the entries that the attention weighs most, as many a query as the indexer may choose, how many it
+            chose.
+        count: how many there are. Only queries that see more entries than may be chosen count: others have no choice.
+    """
+
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+
+    found: Float32[Array, ""]
+    count: Float32[Array, ""]
+
+    @property
+    def mean(self) -> Float32[Array, ""]:
+        """The share that was found, 1 where no query has a choice."""
+        return jnp.where(self.count == 0.0, 1.0, self.found / jnp.maximum(self.count, 1.0))
+
+
+def indexer_recall(
+    indices: Int[Array, "B S K"],
+    *,
+    q: Float[Array, "B S H D"],
+    entries: Float[Array, "B C D"],
+    lse: Float[Array, "B S H"],
+    sinks: Float[Array, " H"] | None,
+    visibility: Visibility,
+    scale: float | None = None,
+    precision: Precision = None,
+) -> IndexerRecall:
+    """Recall of the K entries to which attention to all of them gives the most weight, summed over heads.
+
+    For query t that sees more than K entries, with p[c] = sum_h a[h, c] as in `indexer_loss`: how many of the K
+    largest p are in `indices`. Of equal ones the lower slot counts as the larger. An indexer that chooses at random
+    finds K / visible of them.
+
+    A measurement, not an objective: it has no gradient. Logits exist for one block of queries at a time.
+
+    Args:
+        indices: the indexer's choice, integers [B, S, K]; -1 is none, as `select_entries` gives them.
+        q: attention queries, [B, S, H, D].
+        entries: the attention's entries, [B, C, D].
+        lse: log-sum-exp of the attention's logits, [B, S, H], from `core_attention(..., return_lse=True)` over the
+            window and all visible entries: without indices.
+        sinks: [H], or None.
+        visibility: who sees what.
+        scale: of the attention's logits, D ** -0.5 by default.
+        precision: of the matmul.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or indices that are not integers.
+    """
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    _check(indices, q, entries, lse, sinks, visibility)
+    batch, length, heads, _ = q.shape
+    slots, chosen = entries.shape[1], indices.shape[2]
+    zero = jnp.zeros((), jnp.float32)
+    if batch * length == 0 or chosen in (0, slots):
+        return IndexerRecall(zero, zero)
+    q, entries, whole = jax.lax.stop_gradient((q, entries, log_denominator(lse, sinks)))
+    size = min(max(1, _ELEMENTS // (batch * heads * slots)), length)
+
+    def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        row = jnp.minimum(i * size, length - size)
+        fresh = row + jnp.arange(size, dtype=jnp.int32) >= i * size  # the last block may begin in the one before
+        q_at, whole_at, chosen_at = (
+            jax.lax.dynamic_slice_in_dim(a, row, size, axis=1) for a in (q, whole, indices.astype(jnp.int32))
+        )
+        ranges = visibility.tile(row, size)
+        logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
+        ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
+        best = best_by_sorting(ranks, chosen)
+        both = jnp.any((best[..., None] == chosen_at[:, :, None]) & (best >= 0)[..., None], axis=-1)
+        choice = fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
+        found = jnp.sum(jnp.where(choice, both.sum(axis=-1), 0), dtype=jnp.float32)
+        count = jnp.sum(jnp.where(choice, (best >= 0).sum(axis=-1), 0), dtype=jnp.float32)
+        return sums[0] + found, sums[1] + count
+
+    start = varying((zero, zero), (q, entries, whole, indices, visibility))
+    return IndexerRecall(*jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // size)), step, start))
+
+
+def _check(indices: Array, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility) -> None:
+    rows, slots = visibility.documents.shape, visibility.slots
+    if q.ndim != 4 or q.shape[:2] != rows:
+        raise ValueError(f"q: expected [B, S, H, D] with (B, S) = {rows}, got shape {q.shape}")
+    if indices.ndim != 3 or indices.shape[:2] != rows:
+        raise ValueError(f"indices: expected [B, S, K] with (B, S) = {rows}, got shape {indices.shape}")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
+    expected = {"entries": (entries, (rows[0], slots, q.shape[3])), "lse": (lse, q.shape[:3])}
+    if sinks is not None:
+        expected["sinks"] = (sinks, (q.shape[2],))
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")

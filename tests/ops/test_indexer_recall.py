@@ -1,0 +1,120 @@
+"""The indexer's recall against a count by hand, in float64, query by query."""
+
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from foveal.geometry import Documents, Visibility
+from foveal.ops import core_attention, indexer_recall
+from foveal.testing.generators import random_segment_ids
+from foveal.testing.reference import reference_visibility
+
+recall_module = importlib.import_module("foveal.ops.indexer_recall")  # the package has its function by that name
+
+B, S, H, D, M, W = 2, 150, 3, 8, 4, 16
+C = S // M
+PACKED = random_segment_ids(3, B, S, max_document=90)
+
+
+def problem(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"q": (B, S, H, D), "kv": (B, S, D), "entries": (B, C, D), "sinks": (H,)}
+    return {name: 2 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def choice(seed: int, able: np.ndarray, top_k: int) -> np.ndarray:
+    """Of each query top_k visible slots at random, ascending, then -1."""
+    rng = np.random.default_rng(seed)
+    slots = np.full((*able.shape[:2], top_k), -1, np.int32)
+    for b, t in np.ndindex(able.shape[:2]):
+        seen = np.flatnonzero(able[b, t])
+        picked = np.sort(rng.choice(seen, min(top_k, len(seen)), replace=False))
+        slots[b, t, : len(picked)] = picked
+    return slots
+
+
+@jax.jit
+def recall(arrays, ids, indices):
+    visibility = Visibility(Documents.from_segment_ids(ids), W, M)
+    _, lse = core_attention(**arrays, visibility=visibility, return_lse=True, implementation="dense")
+    arrays = {name: arrays[name] for name in ("q", "entries", "sinks")}
+    return indexer_recall(indices, **arrays, lse=lse, visibility=visibility)
+
+
+def best_by_hand(arrays, window: np.ndarray, able: np.ndarray, top_k: int) -> dict[tuple[int, ...], set[int]]:
+    """Of each query with a choice the slots that attention weighs most."""
+    a = {name: array.astype(np.float64) for name, array in arrays.items()}
+    best = {}
+    for b, t in np.ndindex(able.shape[:2]):
+        seen = np.flatnonzero(able[b, t])
+        if len(seen) > top_k:
+            of_entries = np.exp(a["q"][b, t] @ a["entries"][b, seen].T / math.sqrt(D))
+            of_window = np.exp(a["q"][b, t] @ a["kv"][b, window[b, t]].T / math.sqrt(D))
+            total = of_entries.sum(axis=1) + of_window.sum(axis=1) + np.exp(a["sinks"])
+            weight = (of_entries / total[:, None]).sum(axis=0)
+            best[b, t] = set(seen[np.argsort(-weight, kind="stable")[:top_k]].tolist())
+    return best
+
+
+@pytest.mark.parametrize("ids", [np.ones((B, S), np.int32), PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("top_k", [1, 7])
+@pytest.mark.parametrize("elements", [1 << 22, 1 << 12], ids=["one block", "blocks"])
+def test_it_counts_what_a_count_by_hand_counts(ids, top_k, elements, monkeypatch):
+    monkeypatch.setattr(recall_module, "_ELEMENTS", elements)
+    recall.clear_cache()
+    arrays = problem(top_k)
+    window, able = reference_visibility(ids, W, M)
+    indices = choice(5, able, top_k)
+    best = best_by_hand(arrays, window, able, top_k)
+    found = recall(arrays, ids, indices)
+    assert len(best) > 40
+    assert float(found.count) == top_k * len(best)
+    assert float(found.found) == sum(len(slots & set(indices[at].tolist())) for at, slots in best.items())
+    assert 0 < found.mean < 0.7  # what luck finds
+
+    for at, slots in best.items():
+        indices[at] = sorted(slots)
+    assert float(recall(arrays, ids, indices.copy()).mean) == 1.0
+
+
+def test_what_no_query_sees_does_not_count():
+    ids, top_k = PACKED.copy(), 5
+    ids[:, -20:] = 0
+    window, able = reference_visibility(ids, W, M)
+    arrays, indices = problem(1), choice(2, able, top_k)
+    expected = recall(arrays, ids, indices)
+    poisoned = {name: array.copy() for name, array in arrays.items()}
+    poisoned["q"][:, -20:] = np.nan
+    poisoned["kv"][:, -20:] = np.nan
+    poisoned["entries"][:, ~able.any(axis=(0, 1))] = np.nan
+    found = recall(poisoned, ids, indices)
+    assert (float(found.found), float(found.count)) == (float(expected.found), float(expected.count))
+
+
+def test_without_a_choice_nothing_is_missed():
+    ids = np.ones((B, S), np.int32)
+    indices = choice(1, reference_visibility(ids, W, M)[1], C)
+    found = recall(problem(1), ids, indices)
+    assert (float(found.found), float(found.count), float(found.mean)) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["indices", "q", "entries", "lse", "sinks", "integers"])
+def test_shapes_that_do_not_fit_are_named(name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    arguments = {
+        "indices": jnp.zeros((B, S, 3), jnp.int32), "q": jnp.zeros((B, S, H, D)), "entries": jnp.zeros((B, C, D)),
+        "lse": jnp.zeros((B, S, H)), "sinks": jnp.zeros(H),
+    }  # fmt: skip
+    if name == "integers":
+        arguments["indices"] = jnp.zeros((B, S, 3))
+        name = "indices"
+    else:
+        arguments[name] = jnp.zeros(9) if name == "sinks" else arguments[name][:, :-1]
+    visibility = Visibility(Documents.unpacked(B, S), W, M)
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        indexer_recall(**arguments, visibility=visibility)

@@ -168,7 +168,7 @@ class Trainer:
         return {"test_loss": loss, "indexer_divergence": indexer.mean, "indexer_recall": recall.mean}
 
 
-def chance(segment_ids: jax.Array, config: AttentionConfig) -> float:
+def chance(segment_ids: jax.Array | np.ndarray, config: AttentionConfig) -> float:
     """The mean recall of an indexer that chooses at random."""
     visibility = Visibility(Documents.from_segment_ids(segment_ids), config.sliding_window, config.csa_ratio)
     seen = np.asarray(visibility.entry_counts)
@@ -203,7 +203,7 @@ def train(args: argparse.Namespace, console: Console) -> Log:
                     log[-1] |= {name: float(value) for name, value in found.items()}
                     console.print("  ".join(f"{name} {value:.4g}" for name, value in log[-1].items()))
                 if (step + 1) % args.save_every == 0 or last:
-                    save = ocp.args.Composite(state=ocp.args.StandardSave(state), log=ocp.args.JsonSave(log))
+                    save = ocp.args.Composite(state=ocp.args.StandardSave(state), log=ocp.args.JsonSave({"rows": log}))
                     manager.save(step + 1, args=save)
                 bar.update(task, completed=step + 1, description=f"loss {log[-1]['loss']:.3f}")
     return log
@@ -216,7 +216,7 @@ def restore(manager: ocp.CheckpointManager, trainer: Trainer) -> tuple[dict[str,
         return trainer.initial, []
     wanted = ocp.args.Composite(state=ocp.args.StandardRestore(trainer.initial), log=ocp.args.JsonRestore())
     restored = manager.restore(step, args=wanted)
-    return restored.state, restored.log
+    return restored["state"], restored["log"]["rows"]
 
 
 def plot(log: Log, by_chance: float, warm_up: int, path: pathlib.Path) -> None:

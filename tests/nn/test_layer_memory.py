@@ -1,0 +1,53 @@
+"""A whole CSA layer with its indexer's loss, forward and backward: memory grows as the rows do."""
+
+import dataclasses
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from foveal import AttentionConfig, CompressedAttention, LayerType
+
+CONFIG = dataclasses.replace(AttentionConfig.tiny(), index_topk=64, sliding_window=32)
+
+
+def program(length: int, select: str):
+    """The gradient of a sum of output and loss, traced for [1, length, E]."""
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: CompressedAttention(CONFIG, layer_type=LayerType.CSA, rngs=nnx.Rngs(0)))
+    )
+
+    def objective(state, x):
+        out, loss = nnx.merge(graph, state)(x, select=select, return_indexer_loss=True)
+        return jnp.sum(out**2) + loss.mean
+
+    x = jax.ShapeDtypeStruct((1, length, CONFIG.hidden_size), jnp.float32)
+    return jax.jit(jax.grad(objective, argnums=(0, 1))).trace(state, x)
+
+
+def largest(jaxpr: jex.Jaxpr) -> int:
+    """Elements of the largest array that an equation of the program or of its parts gives."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [int(np.prod(v.aval.shape)) for v in equation.outvars if hasattr(v.aval, "shape")]
+        for value in equation.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if isinstance(inner, jex.Jaxpr):
+                    sizes.append(largest(inner))
+    return max(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("select", ["top_k", "all"])
+def test_temporaries_are_linear_in_the_rows(select):
+    """From 8192 to 65536: eight times the memory, where a score for each query and entry would take 64 times."""
+    found = {}
+    for length in (8192, 65536):
+        traced = program(length, select)
+        found[length] = traced.lower().compile().memory_analysis().temp_size_in_bytes
+        assert largest(traced.jaxpr.jaxpr) <= 2 * length * CONFIG.num_attention_heads * CONFIG.head_dim
+    assert found[65536] <= 8.5 * found[8192]

@@ -131,7 +131,7 @@ def language_loss(logits: jax.Array, tokens: jax.Array, segment_ids: jax.Array) 
     """Mean cross entropy of each byte's successor within its document, in nats."""
     same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-    return jnp.sum(jnp.where(same, each, 0.0)) / jnp.sum(same)
+    return jnp.sum(jnp.where(same, each, 0.0)) / jnp.sum(same, dtype=jnp.float32)
 
 
 class Trainer:
@@ -182,11 +182,11 @@ def train(args: argparse.Namespace, console: Console) -> Log:
     """Trains until `args.steps` have been done, from the last checkpoint on if there is one.
 
     Returns:
-        One row a step, from step 0 on: the losses, and now and then what tests gave.
+        One row a step since the first: the losses before it, and now and then what tests gave after it.
     """
     trainer = Trainer(CONFIG, args.learning_rate, args.seed)
     training, testing = load_text(args.row_length)
-    test_rows = testing.at(np.arange(min(args.test_rows, len(testing.tokens))))
+    test_rows = testing.at(np.arange(args.test_rows))
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(args.out.resolve() / "checkpoints", options=options) as manager:
         state, log = restore(manager, trainer)
@@ -264,6 +264,14 @@ def main(argv: list[str] | None = None) -> Log:
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_tiny"), help="[%(default)s]")
     args = parser.parse_args(argv)
+    training, testing = load_text(args.row_length)
+    for name, limit in (("batch_size", len(training.tokens)), ("test_rows", len(testing.tokens))):
+        if not 1 <= getattr(args, name) <= limit:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option}: expected 1 to {limit}, as there are rows, got {getattr(args, name)}")
+    shortest = CONFIG.csa_ratio * (CONFIG.index_topk + 1)
+    if args.row_length < 2 * shortest:  # no query would see more entries than it may select
+        parser.error(f"--row-length: expected at least {2 * shortest}, got {args.row_length}")
     console = Console(highlight=False, soft_wrap=True)
     log = train(args, console)
     by_chance = chance(load_text(args.row_length)[1].at(np.arange(args.test_rows))[1], CONFIG)

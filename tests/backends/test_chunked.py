@@ -216,6 +216,39 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
     assert plans == [changed]
 
 
+@pytest.mark.parametrize("name", ["gathered", "gathered in some tiles"])
+def test_as_other_platforms_gather(name, monkeypatch):
+    """A whole tile at a time, and nothing kept from being computed twice: what a CPU does not do by itself."""
+    case, rule = CASES[name], Plan.of
+    args, indices, cotangents = problem(case, 4)
+    expected = attend(args, packed(case, 4), indices, cotangents, "chunked")
+    usual = plan_of(case, packed(case, 4))
+    assert (usual.gather_block, usual.shield) == (1, True)
+    elsewhere = dataclasses.replace(usual, gather_block=usual.query_block, shield=False)
+    monkeypatch.setattr(Plan, "of", lambda request: dataclasses.replace(elsewhere, scale=rule(request).scale))
+    run = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, "chunked"), compiler_options=UNOPTIMIZED)
+    assert_same(run(args, packed(case, 4), indices, cotangents), expected)
+
+
+@pytest.mark.parametrize("name", ["streamed, selected", "gathered in some tiles"])
+def test_an_entry_that_nobody_selects_may_be_as_large_as_it_likes(name):
+    """Its product with the output's gradient overflows, and a weight of zero times infinity is not a number."""
+    case = CASES[name]
+    args, indices, cotangents = problem(case, 5)
+    q, kv, entries, sinks = args
+    large = np.array(entries)
+    large[:, 20] = 3e38
+    assert indices is not None
+    others = np.where(indices == 20, -1, indices).astype(np.int32)
+    cotangents = jax.tree.map(lambda c: 100 * c, cotangents)
+    (_, expected), (_, got) = (
+        attend((q, kv, values, sinks), packed(case, 5), others, cotangents, "chunked") for values in (entries, large)
+    )
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(got))
+    for operand in ("q", "kv"):
+        np.testing.assert_allclose(got[operand], expected[operand], rtol=1e-5, atol=1e-5, err_msg=operand)
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_tiles_of_nothing_but_padding(name):
     """Whole tiles of queries that see nothing, before and after others that do: zeros, and no NaN in any gradient."""

@@ -1,7 +1,9 @@
 """The example trains: what it logs falls or rises as it should, and what a checkpoint holds is all there is."""
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from examples import train_tiny
 from foveal.testing.reference import reference_visibility
@@ -11,11 +13,30 @@ SHORT = ["--row-length", "160", "--batch-size", "4", "--test-rows", "8", "--warm
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Three runs of the same programs: JAX keeps what it compiled for the first."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def run(arguments: list[str]) -> train_tiny.Log:
+    """With JAX's usual rules of promotion: optax is not made for stricter ones."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return train_tiny.main(arguments)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder and the log of a run that nobody interrupted."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train_tiny.main([*SHORT, "--steps", "60", "--save-every", "30", "--out", str(out)])
+    return out, run([*SHORT, "--steps", "60", "--save-every", "30", "--out", str(out)])
 
 
 def test_losses_fall_and_recall_rises_from_chance(whole):
@@ -36,8 +57,8 @@ def test_a_run_that_went_on_from_a_checkpoint_is_the_same_run(whole, tmp_path):
     """To the bit: parameters, the optimiser's state and the place in the data all came back."""
     _, log = whole
     arguments = [*SHORT, "--save-every", "30", "--out", str(tmp_path)]
-    train_tiny.main([*arguments, "--steps", "45"])
-    resumed = train_tiny.main([*arguments, "--steps", "60"])
+    run([*arguments, "--steps", "45"])
+    resumed = run([*arguments, "--steps", "60"])
     for row, expected in zip(resumed, log, strict=True):
         assert (row["loss"], row["indexer_loss"]) == (expected["loss"], expected["indexer_loss"]), row["step"]
 
@@ -62,3 +83,11 @@ def test_the_text_is_whole_and_its_parts_are_apart():
     lengths = [int((rows.segment_ids > 0).sum()) for rows in (training, testing)]
     assert sum(lengths) == sum(len(text.encode()) for text in train_tiny.TOPICS.values())
     assert 0.03 < lengths[1] / sum(lengths) < 0.3
+
+
+@pytest.mark.parametrize("bad", [["--test-rows", "0"], ["--batch-size", "100000"], ["--row-length", "64"]])
+def test_what_cannot_be_is_said_before_anything_is_trained(bad, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        train_tiny.main([*bad, "--out", str(tmp_path)])
+    assert f"{bad[0]}: expected" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, Visibility
+from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, Visibility, indexer_recall
+from foveal.backends.chunked import Chunked
 from foveal.nn.indexer import IndexedCompressor
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_gradients_close
 from foveal.testing.parameters import get_params
 
+pytestmark = pytest.mark.slow
 CONFIG = AttentionConfig.tiny()
 B, S = 2, 90
 IDS = random_segment_ids(5, B, S, max_document=50)
@@ -102,3 +104,37 @@ def test_loss_and_attention_are_over_the_same_entries():
     np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(one[1].total, other[1].total, rtol=1e-5)
     assert_gradients_close(one[2], other[2], np.float32)
+
+
+@pytest.mark.parametrize("layer_type", list(LayerType))
+def test_recall_is_that_of_the_op_on_attention_to_all(layer_type):
+    layer, x, ids = build(layer_type), hidden_states(), jnp.asarray(IDS)
+    recall = nnx.jit(lambda layer, x: layer.indexer_recall(x, ids))(layer, x)
+    if not isinstance(layer.compressor, IndexedCompressor):
+        assert (float(recall.found), float(recall.count)) == (0.0, 0.0)
+        return
+    seen: list[Any] = []
+
+    class Watch(Chunked):
+        """Attention as ever, whose request and log-sum-exp can be looked at."""
+
+        def __call__(self, request):
+            out, lse = super().__call__(request)
+            seen.append((request, lse))
+            return out, lse
+
+    @nnx.jit
+    def by_hand(layer, x):
+        seen.clear()
+        layer(x, ids, select="all", implementation=Watch())
+        layer(x, ids, implementation=Watch())
+        (everything, lse), (selected, _) = seen
+        return indexer_recall(
+            selected.indices, q=everything.q, entries=everything.entries, lse=lse, sinks=everything.sinks,
+            visibility=everything.visibility,
+        )  # fmt: skip
+
+    expected = by_hand(layer, x)
+    assert float(expected.count) > 100
+    assert (float(recall.found), float(recall.count)) == (float(expected.found), float(expected.count))
+    assert 0.0 < recall.mean < 1.0

@@ -99,11 +99,20 @@ def test_what_no_query_sees_does_not_count():
     assert (float(found.found), float(found.count)) == (float(expected.found), float(expected.count))
 
 
-def test_without_a_choice_nothing_is_missed():
+@pytest.mark.parametrize("top_k", [C, C + 3])
+def test_without_a_choice_nothing_is_missed(top_k):
     ids = np.ones((B, S), np.int32)
-    indices = choice(1, reference_visibility(ids, W, M)[1], C)
+    indices = choice(1, reference_visibility(ids, W, M)[1], top_k)
     found = recall(problem(1), ids, indices)
     assert (float(found.found), float(found.count), float(found.mean)) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("rows", [0, M - 1])
+def test_rows_without_an_entry_have_no_choice(rows):
+    q, entries, lse = (jnp.zeros(shape) for shape in ((B, rows, H, D), (B, rows // M, D), (B, rows, H)))
+    visibility = Visibility(Documents.unpacked(B, rows), W, M)
+    found = indexer_recall(jnp.full((B, rows, 4), -1), q=q, entries=entries, lse=lse, sinks=None, visibility=visibility)
+    assert float(found.count) == 0.0
 
 
 @pytest.mark.parametrize("name", ["indices", "q", "entries", "lse", "sinks", "integers"])

@@ -139,7 +139,7 @@ def test_special_scores(data):
 def both_ways(scores, first, end, count: int) -> tuple[jax.Array, jax.Array]:
     """By sorting, and by bisection."""
     ranks = indexing.rank(scores, TileRanges(first, end, first, end).sees(0, scores.shape[2]))
-    return indexing.best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
+    return indexing._best_by_sorting(ranks, count), indexing._best_by_bisection(ranks, count)
 
 
 def best_slots(scores: np.ndarray, first: np.ndarray, end: np.ndarray, count: int) -> np.ndarray:

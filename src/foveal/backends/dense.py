@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.request import AttentionRequest, Backend, membership
 from foveal.backends.sinks import share_of_keys
 from foveal.geometry import Visibility
 from foveal.typing import Array, Precision
@@ -57,11 +57,7 @@ def entry_mask(visibility: Visibility, indices: Array | None) -> Array:
     mask = visibility.entry_mask()
     if indices is None:
         return mask
-    batch, length, slots = mask.shape
-    b = jnp.arange(batch)[:, None, None]
-    s = jnp.arange(length)[None, :, None]
-    target = jnp.where(indices < 0, slots, indices)  # one column past the last: a negative index would wrap around
-    return jnp.zeros((batch, length, slots + 1), bool).at[b, s, target].set(True)[..., :slots]
+    return mask & membership(indices, mask.shape[2])
 
 
 def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> Array:

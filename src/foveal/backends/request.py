@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from foveal.backends.program import platform
@@ -75,3 +76,12 @@ class Backend(abc.ABC):
 
         The output has the sinks in its denominator, the log-sum-exp is over the keys alone; both are differentiable.
         """
+
+
+def membership(indices: Array, slots: int) -> Array:
+    """bool [B, T, slots]: which slots stand in the indices [B, T, K]; those that are no slot are none.
+
+    Mapped over batch and queries, not indexed by them: a sharded batch then stays where it is.
+    """
+    target = jnp.where((indices < 0) | (indices >= slots), slots, indices)  # one more column collects what is none
+    return jax.vmap(jax.vmap(lambda t: jnp.zeros(slots + 1, bool).at[t].set(True)))(target)[..., :slots]

@@ -182,7 +182,7 @@ class CompressedAttention(nnx.Module):
     ) -> IndexerRecall:
         """How many of the entries that attention to all of them weighs most a CSA layer's indexer selects.
 
-        A measurement of an indexer in training, at the cost of a forward pass with `select="all"`.
+        A measurement of an indexer in training, to be taken now and then: it takes several forward passes' time.
 
         Args:
             x: hidden states, [B, S, E].

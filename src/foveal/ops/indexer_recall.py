@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.program import varying
+from foveal.backends.request import membership
 from foveal.geometry import Visibility
 from foveal.ops.indexer_pairs import heads_logits, log_denominator
-from foveal.ops.indexing import best_by_sorting, rank
+from foveal.ops.indexing import best_of, rank
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 _ELEMENTS = 1 << 22
@@ -56,7 +57,8 @@ def indexer_recall(
     largest p are in `indices`. Of equal ones the lower slot counts as the larger. An indexer that chooses at random
     finds K / visible of them.
 
-    A measurement, not an objective: it has no gradient. Logits exist for one block of queries at a time.
+    A measurement, not an objective: it has no gradient. Logits exist for one block of queries at a time, but of all
+    entries, seen or not: it costs more than the attention it measures.
 
     Args:
         indices: the indexer's choice, integers [B, S, K]; -1 is none, as `select_entries` gives them.
@@ -77,7 +79,7 @@ def indexer_recall(
     batch, length, heads, _ = q.shape
     slots, chosen = entries.shape[1], indices.shape[2]
     zero = jnp.zeros((), jnp.float32)
-    if batch * length == 0 or chosen in (0, slots):
+    if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
     q, entries, whole = jax.lax.stop_gradient((q, entries, log_denominator(lse, sinks)))
     size = min(max(1, _ELEMENTS // (batch * heads * slots)), length)
@@ -91,8 +93,8 @@ def indexer_recall(
         ranges = visibility.tile(row, size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
         ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
-        best = best_by_sorting(ranks, chosen)
-        both = jnp.any((best[..., None] == chosen_at[:, :, None]) & (best >= 0)[..., None], axis=-1)
+        best = best_of(ranks, chosen)
+        both = jnp.take_along_axis(membership(chosen_at, slots), jnp.maximum(best, 0), axis=2) & (best >= 0)
         choice = fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
         found = jnp.sum(jnp.where(choice, both.sum(axis=-1), 0), dtype=jnp.float32)
         count = jnp.sum(jnp.where(choice, (best >= 0).sum(axis=-1), 0), dtype=jnp.float32)

@@ -76,12 +76,11 @@ def select_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static: queries and entries of a block, K, how the best are found."""
+    """What is static: queries and entries of a block, K."""
 
     queries: int
     entries: int
     chosen: int
-    bisect: bool
     precision: Precision
 
     @classmethod
@@ -95,17 +94,13 @@ class _Plan:
         block_size: int | None,
         precision: Precision,
     ) -> _Plan:
-        """Blocks small enough for a CPU's caches, or large enough to keep another device busy.
-
-        A CPU finds the K-th best of a row by bisection, which sorts nothing; others have no fast way to number what
-        was found, and sort.
-        """
+        """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
         cpu = platform() == "cpu"
         # Rows of the matmul are queries times heads; a row of ranks has all entries.
         rows, entries, ranks = (1 << 10, 1 << 8, 1 << 22) if cpu else (1 << 15, 1 << 10, 1 << 24)
         if block_size is None:
             block_size = max(8, min(rows // heads, ranks // slots) // batch)
-        return cls(min(block_size, length), min(entries, slots), chosen, cpu, precision)
+        return cls(min(block_size, length), min(entries, slots), chosen, precision)
 
 
 class _Index(NamedTuple):
@@ -147,8 +142,7 @@ def _block(plan: _Plan, block: _Block) -> Array:
         return varying(jnp.broadcast_to(seen, (batch, queries, plan.chosen)), block)
 
     def best(block: _Block) -> Array:
-        ranks = _ranks(plan, block)
-        return _best_by_bisection(ranks, plan.chosen) if plan.bisect else best_by_sorting(ranks, plan.chosen)
+        return best_of(_ranks(plan, block), plan.chosen)
 
     return jax.lax.cond(no_choice, all_seen, best, block)
 
@@ -188,8 +182,16 @@ def rank(scores: Array, seen: Array) -> Array:
     return jnp.where(seen & ~jnp.isnan(scores), ordered, _NEVER)
 
 
-def best_by_sorting(ranks: Array, count: int) -> Array:
-    """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1."""
+def best_of(ranks: Array, count: int) -> Array:
+    """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1; of equal ones the lower slot first.
+
+    A CPU finds the K-th best of a row by bisection, which sorts nothing; others have no fast way to number what was
+    found, and sort.
+    """
+    return _best_by_bisection(ranks, count) if platform() == "cpu" else _best_by_sorting(ranks, count)
+
+
+def _best_by_sorting(ranks: Array, count: int) -> Array:
     slots = ranks.shape[2]
     best, slot = jax.lax.top_k(ranks, count)  # of equal ones the lower slot first
     ascending = jnp.sort(jnp.where(best > _NEVER, slot, slots), axis=2)

@@ -17,12 +17,10 @@ from foveal.backends.chunked.tiles import (
     Part,
     Sources,
     Tile,
-    entry_blocks,
     entry_columns,
     entry_start,
-    gather_count,
+    entry_steps,
     gathered_columns,
-    gathers,
     restored,
     selected_slots,
     stored,
@@ -127,31 +125,23 @@ Sums = tuple[Array, Array]
 
 def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, sums: Sums) -> Sums:
     """`sums` with what entries add, block by block or, of a tile that gathers, query by query."""
-    steps, blocks = 0, entry_blocks(plan, tile)
-    if plan.entries == "gather":
-        # Of two loops one is empty. A branch around them would have XLA for CPUs copy the sums.
-        gather = gathers(plan, tile)
-        steps = jnp.where(gather, gather_count(plan), 0)
-        blocks = blocks[0], jnp.where(gather, blocks[0], blocks[1])
-        shape = (*operands.q.shape[:1], plan.query_block, operands.entries.shape[1])
-        selected = jax.lax.cond(
-            gather, lambda: varying(jnp.zeros(shape, bool), operands.indices), lambda: selected_slots(operands, tile)
-        )
-    else:
-        selected = selected_slots(operands, tile)
+    steps = entry_steps(plan, tile)
+    selected = selected_slots(operands, tile, steps)
 
     def streamed(block: Array, sums: Sums) -> Sums:
         d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, sources, tile, selected, block))
         return sums[0] + d_q, _add_at(sums[1], d_keys, entry_start(plan, operands, block))
 
-    sums = jax.lax.fori_loop(*blocks, streamed, sums)
+    sums = jax.lax.fori_loop(steps.first, steps.end, streamed, sums)
     if plan.entries != "gather":
         return sums
     assert operands.indices is not None
     slots = tile.take(operands.indices)
-    return jax.lax.fori_loop(
-        0, steps, lambda i, sums: _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, sums), sums
-    )
+
+    def gathered(i: Array, sums: Sums) -> Sums:
+        return _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, sums)
+
+    return jax.lax.fori_loop(0, steps.parts, gathered, sums)
 
 
 def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, first: Array, sums: Sums) -> Sums:
@@ -162,7 +152,7 @@ def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Ar
     """
     part = Part(first, plan.gather_block)
     slots, fresh = part.take(slots), jax.lax.dynamic_slice_in_dim(tile.fresh, first, plan.gather_block)
-    columns = gathered_columns(plan, operands, slots)
+    columns = gathered_columns(operands, slots)
     keys, narrow = columns.keys.rows, rows.q.dtype
     both = jnp.stack([part.take(rows.q), part.take(rows.g)], axis=2)
     dots = contract(plan, both, keys, ((4,), (3,)), ((0, 1), (0, 1)))
@@ -175,7 +165,8 @@ def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Ar
     weights = _once(plan, tile, dots, weigh)
 
     def score_gradients() -> Array:
-        d_scores = weights * (dots[:, :, 1] + part.take(rows.offset)[..., None]) * plan.scale
+        of_seen = jnp.where(mask, dots[:, :, 1] + part.take(rows.offset)[..., None], 0.0)
+        d_scores = weights * of_seen * plan.scale
         return jnp.stack([d_scores.astype(narrow), weights.astype(narrow)], axis=2)
 
     stacked = _once(plan, tile, weights, score_gradients)
@@ -197,7 +188,9 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Arr
     d_weights = dot_keys(plan, rows.g, columns.keys)
 
     def score_gradients() -> Array:
-        return (weights * (d_weights + rows.offset[..., None]) * plan.scale).astype(narrow)
+        # Of a key that is not seen the product may be infinite: its weight is zero, but 0 * inf is not.
+        of_seen = jnp.where(mask, d_weights + rows.offset[..., None], 0.0)
+        return (weights * of_seen * plan.scale).astype(narrow)
 
     d_scores = _once(plan, tile, weights, score_gradients)
     d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, weights.astype(narrow), rows.g, columns)

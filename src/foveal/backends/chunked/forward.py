@@ -15,11 +15,9 @@ from foveal.backends.chunked.tiles import (
     Part,
     Sources,
     Tile,
-    entry_blocks,
     entry_columns,
-    gather_count,
+    entry_steps,
     gathered_columns,
-    gathers,
     restored,
     selected_slots,
     stored,
@@ -73,30 +71,25 @@ def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Sof
     state = _absorb(None, plan, q, window_columns(plan, operands, sources, tile))
     if plan.entries in ("none", "few"):
         return state
+    steps = entry_steps(plan, tile)
+    selected = selected_slots(operands, tile, steps)
 
-    def streamed(state: Softmax) -> Softmax:
-        selected = selected_slots(operands, tile)
+    def absorb_block(block: Array, state: Softmax) -> Softmax:
+        return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, selected, block))
 
-        def absorb_block(block: Array, state: Softmax) -> Softmax:
-            return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, selected, block))
-
-        return jax.lax.fori_loop(*entry_blocks(plan, tile), absorb_block, state)
-
+    state = jax.lax.fori_loop(steps.first, steps.end, absorb_block, state)
     if plan.entries == "stream":
-        return streamed(state)
+        return state
     assert operands.indices is not None
     slots = tile.take(operands.indices)
 
-    def gathered(state: Softmax) -> Softmax:
-        def absorb_some(i: Array, state: Softmax) -> Softmax:
-            part = Part(i * plan.gather_block, plan.gather_block)
-            mine = jax.tree.map(part.take, state)
-            more = _absorb(mine, plan, part.take(q), gathered_columns(plan, operands, part.take(slots)))
-            return jax.tree.map(part.put, state, more)
+    def absorb_gathered(i: Array, state: Softmax) -> Softmax:
+        part = Part(i * plan.gather_block, plan.gather_block)
+        mine = jax.tree.map(part.take, state)
+        more = _absorb(mine, plan, part.take(q), gathered_columns(operands, part.take(slots)))
+        return jax.tree.map(part.put, state, more)
 
-        return jax.lax.fori_loop(0, gather_count(plan), absorb_some, state)
-
-    return jax.lax.cond(gathers(plan, tile), gathered, streamed, state)
+    return jax.lax.fori_loop(0, steps.parts, absorb_gathered, state)
 
 
 def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> Softmax:

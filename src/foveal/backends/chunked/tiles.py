@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.chunked.plan import Plan
+from foveal.backends.program import varying
+from foveal.backends.request import membership
 from foveal.geometry import TileRanges, Visibility
 from foveal.typing import Array
 
@@ -170,22 +172,20 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     return Columns(together, jnp.concatenate(both, axis=-1))
 
 
-def entry_blocks(plan: Plan, tile: Tile) -> tuple[Array, Array]:
-    """First block of entries that the tile sees and one past the last, in multiples of `entry_block`."""
-    first, end = tile.ranges.slots
-    return first // plan.entry_block, -(-end // plan.entry_block)
-
-
 def entry_start(plan: Plan, operands: Operands, block: Array) -> Array:
     """First slot of a block's columns; the last block is moved up to end with the entries."""
     return jnp.minimum(block * plan.entry_block, operands.entries.shape[1] - plan.entry_block)
 
 
-def selected_slots(operands: Operands, tile: Tile) -> Array | None:
-    """bool [B, T, C], the slots that each query may use, or None for all."""
+def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -> Array | None:
+    """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
     if operands.indices is None:
         return None
-    return _membership(tile.take(operands.indices), operands.entries.shape[1])
+    slots, count = tile.take(operands.indices), operands.entries.shape[1]
+    if steps is None or isinstance(steps.parts, int):
+        return membership(slots, count)
+    nothing = varying(jnp.zeros((*slots.shape[:2], count), bool), slots)
+    return jax.lax.cond(steps.end > steps.first, lambda: membership(slots, count), lambda: nothing)
 
 
 def entry_columns(
@@ -201,20 +201,31 @@ def entry_columns(
     return Columns(keys, mask)
 
 
-def gathers(plan: Plan, tile: Tile) -> Array:
-    """Whether the tile's queries see so many entries that each is scored with its own selected ones alone."""
+class Steps(NamedTuple):
+    """How a tile goes over the entries: streaming blocks [first, end), then gathering so many parts of its queries."""
+
+    first: Array
+    end: Array
+    parts: Array | int
+
+
+def entry_steps(plan: Plan, tile: Tile) -> Steps:
+    """What streams has nothing to gather, and the other way round.
+
+    A tile gathers where its queries together, of all batch rows, span many slots. Two loops, one of which is empty,
+    serve better than a branch: with it XLA for CPUs copies what it adds to, and under `vmap` both sides are computed.
+    """
     first, end = tile.ranges.slots
-    return end - first > plan.stream_up_to
+    blocks = first // plan.entry_block, -(-end // plan.entry_block)
+    if plan.entries != "gather":
+        return Steps(*blocks, 0)
+    gather = end - first > plan.stream_up_to
+    parts = jnp.where(gather, plan.query_block // plan.gather_block, 0)
+    return Steps(blocks[0], jnp.where(gather, blocks[0], blocks[1]), parts)
 
 
-def gather_count(plan: Plan) -> int:
-    """In how many steps a tile gathers."""
-    return plan.query_block // plan.gather_block
-
-
-def gathered_columns(plan: Plan, operands: Operands, slots: Array) -> Columns:
+def gathered_columns(operands: Operands, slots: Array) -> Columns:
     """The selected entries of some queries, whose slots are [B, T, K]."""
-    del plan
     batch, size, count = slots.shape
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
     keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")
@@ -225,12 +236,3 @@ def _between(start: Array, size: int, first: Array, end: Array) -> Array:
     """bool [B or 1, T, size]: columns start ... start + size - 1 that lie in [first, end)."""
     column = start + jnp.arange(size, dtype=jnp.int32)[None, None]
     return (column >= first[..., None]) & (column < end[..., None])
-
-
-def _membership(slots: Array, count: int) -> Array:
-    """bool [B, T, count]: which slots stand in [B, T, K].
-
-    Mapped over batch and queries, not indexed by them: a sharded batch then stays where it is.
-    """
-    target = jnp.where(slots < 0, count, slots)  # one more column collects the -1s
-    return jax.vmap(jax.vmap(lambda t: jnp.zeros(count + 1, bool).at[t].set(True)))(target)[..., :count]

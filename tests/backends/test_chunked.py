@@ -11,6 +11,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foveal.backends.chunked import Chunked
 from foveal.backends.chunked.plan import Plan
@@ -166,6 +168,20 @@ def test_packed_rows_match_dense(name):
         got = attend(args, packed(case, seed), indices, cotangents, "chunked")
         assert len(TRACES) == before or seed == 0
         assert_same(got, attend_densely(args, packed(case, seed), indices, cotangents))
+
+
+@pytest.mark.parametrize("name", ["streamed, selected", "gathered in some tiles"])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([5, 60, 300, 550]), padded=st.booleans())
+def test_selected_entries_of_any_documents_match_dense(name, seed, longest, padded):
+    """Whatever tiles see: a span of slots that is streamed or gathered, none, or that of several documents."""
+    case = CASES[name]
+    ids = random_segment_ids(seed, B, case.length, max_document=longest)
+    ids[1, (case.length - seed % 200) if padded else case.length :] = 0
+    visibility = Visibility(Documents.from_segment_ids(ids), W, case.ratio)
+    args, indices, cotangents = problem(case, seed)
+    got = attend(args, visibility, indices, cotangents, "chunked")
+    assert_same(got, attend_densely(args, visibility, indices, cotangents))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foveal.geometry import Documents, Visibility
 from foveal.ops import IndexerLoss, core_attention, indexer_loss, select_entries
@@ -120,6 +122,19 @@ def test_value_and_gradients_match_float64(ids, top_k, denominator):
     assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
     for name in TEACHER:
         np.testing.assert_array_equal(gradients[name], 0.0, err_msg=name)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([3, 9, 40, 150]))
+def test_packed_rows_of_any_documents_match_float64(top_k, seed, longest):
+    segment_ids, arrays = random_segment_ids(seed, B, S, max_document=longest), problem(seed)
+    (total, (count, indices)), gradients = both_ways(arrays, segment_ids, top_k, "all")
+    window = reference_visibility(segment_ids, W, M)[0]
+    expected = by_hand(arrays, window, able_entries(segment_ids, indices), "all")
+    np.testing.assert_allclose(total, expected[0], rtol=1e-5, atol=1e-6)
+    assert count == expected[1]
+    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
 
 
 @pytest.mark.parametrize("denominator", ["all", "entries"])

@@ -24,6 +24,8 @@ _EVERYWHERE = hypothesis.settings(deadline=None, suppress_health_check=[hypothes
 hypothesis.settings.register_profile("ci", _EVERYWHERE, derandomize=True, max_examples=50)
 # For a longer search by hand: make test PYTEST_ARGS=--hypothesis-profile=deep
 hypothesis.settings.register_profile("deep", _EVERYWHERE, derandomize=False, max_examples=2000)
+# For a quick pass on another Python.
+hypothesis.settings.register_profile("quick", _EVERYWHERE, derandomize=True, max_examples=10)
 hypothesis.settings.load_profile("ci")
 
 

@@ -170,6 +170,7 @@ def test_packed_rows_match_dense(name):
         assert_same(got, attend_densely(args, packed(case, seed), indices, cotangents))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["streamed, selected", "gathered in some tiles"])
 @settings(max_examples=15)
 @given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([5, 60, 300, 550]), padded=st.booleans())
@@ -201,6 +202,7 @@ def test_bfloat16_matches_dense(name):
     assert_same(got, attend_densely(args, packed(case, 3), indices, cotangents), jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -232,6 +234,7 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
     assert plans == [changed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gathered", "gathered in some tiles"])
 def test_as_other_platforms_gather(name, monkeypatch):
     """A whole tile at a time, and nothing kept from being computed twice: what a CPU does not do by itself."""
@@ -341,6 +344,7 @@ def shapes(length: int, heads: int, ratio: int, selected: int | None, *, with_do
 LAYERS = {"HCA": (16, None), "CSA": (4, 64)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_memory_grows_linearly(layer):
     """What XLA allocates for forward and backward, exactly. Quadratic would be 16 times, and 268 MB of weights."""

@@ -356,6 +356,8 @@ def repeats_keys(function, *args) -> bool:
             "scan",
             "while",
             "dynamic_update_slice",  # puts a tile in its place
+            "scatter-add",  # adds rows in their places, as large as the array that it adds to
+            "scatter_add",
         ):
             continue
         arrays = [

@@ -73,6 +73,7 @@ def sharded(mesh, problem):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_type", LayerType)
 def test_the_layer_computes_what_it_does_on_one_device(layer_type, sharded, pure_layer):
     layer, params, x, cotangent = sharded(layer_type)

@@ -80,6 +80,7 @@ def test_jit_and_value_and_grad(pure_layer, problem):
     assert_gradients_close({**arrays(gradients), "x": x_gradient}, want_gradients, np.float32)
 
 
+@pytest.mark.slow
 def test_without_jit(pure_layer, problem):
     """Every value is concrete and every check of values speaks: the answer is the same."""
     params, x, _ = problem(LayerType.HCA, 2)

@@ -253,6 +253,7 @@ def test_narrow_indices(dtype):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_those_alone():
     arrays = problem(6)
     ids = np.repeat([[1, 2, 3]] * B, [61, 49, 40], axis=1)
@@ -281,6 +282,7 @@ def test_bfloat16():
     assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_scaled_scales_its_gradients():
     arrays = problem(8)
 

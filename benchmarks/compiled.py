@@ -14,6 +14,8 @@ from collections.abc import Sequence
 LENGTHS = "4096,16384,65536,131072,262144"
 _MORE_VMEM = ("--compiler-option", "xla_tpu_scoped_vmem_limit_kib=49152")
 
+_CSA = ("--what", "layer", "--layer", "csa", "--implementation", "chunked")
+
 REPORTS: dict[str, tuple[str, ...]] = {
     "core-forward": ("--seq", LENGTHS, "--implementation", "splash,chunked"),
     "core-backward": ("--seq", LENGTHS, "--implementation", "splash,chunked", "--backward"),
@@ -21,6 +23,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
     "dynamic-backward": ("--seq", LENGTHS, "--implementation", "splash_dynamic", "--backward", *_MORE_VMEM),
     "dynamic-default": ("--seq", "4096,65536,131072", "--implementation", "splash_dynamic"),
     "layer-backward": ("--what", "layer", "--seq", "4096,65536,131072", "--backward"),
+    "csa-backward": (*_CSA, "--seq", "4096,32768,65536,131072", "--backward"),
     "time": ("--seq", "4096,131072", "--backward", "--no-cycles"),
     **{target: ("--target", target, "--seq", "4096,32768", "--backward") for target in ("v5e", "v6e", "tpu7x")},
 }

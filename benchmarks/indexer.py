@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     # One core for XLA before it is loaded: its pool is as large as the number of cores it may use.
     if hasattr(os, "sched_setaffinity"):
-        every_core = set(range(os.cpu_count() or 1))
-        os.sched_setaffinity(0, every_core if sys.argv[1:] == ["--memory", "all"] else {max(every_core)})
+        # The parent process has pinned itself, and its children with it: "all" takes that back.
+        every_core = sys.argv[1:] == ["--memory", "all"]
+        cores = set(range(os.cpu_count() or 1)) if every_core else {max(os.sched_getaffinity(0))}
+        os.sched_setaffinity(0, cores)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
 

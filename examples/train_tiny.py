@@ -35,7 +35,6 @@ from foveal import (
     Documents,
     IndexerLoss,
     IndexerRecall,
-    LayerType,
     Visibility,
     pack_documents,
 )
@@ -48,7 +47,6 @@ CONFIG = dataclasses.replace(
     sliding_window=32,
     hca_ratio=32,
     index_topk=16,
-    layer_types=(LayerType.SLIDING, LayerType.CSA, LayerType.HCA),
 )
 BYTES = 256
 
@@ -178,14 +176,13 @@ def chance(segment_ids: jax.Array | np.ndarray, config: AttentionConfig) -> floa
 Log = list[dict[str, float]]
 
 
-def train(args: argparse.Namespace, console: Console) -> Log:
+def train(args: argparse.Namespace, training: Rows, testing: Rows, console: Console) -> Log:
     """Trains until `args.steps` have been done, from the last checkpoint on if there is one.
 
     Returns:
         One row a step since the first: the losses before it, and now and then what tests gave after it.
     """
     trainer = Trainer(CONFIG, args.learning_rate, args.seed)
-    training, testing = load_text(args.row_length)
     test_rows = testing.at(np.arange(args.test_rows))
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(args.out.resolve() / "checkpoints", options=options) as manager:
@@ -273,8 +270,8 @@ def main(argv: list[str] | None = None) -> Log:
     if args.row_length < 2 * shortest:  # no query would see more entries than it may select
         parser.error(f"--row-length: expected at least {2 * shortest}, got {args.row_length}")
     console = Console(highlight=False, soft_wrap=True)
-    log = train(args, console)
-    by_chance = chance(load_text(args.row_length)[1].at(np.arange(args.test_rows))[1], CONFIG)
+    log = train(args, training, testing, console)
+    by_chance = chance(testing.segment_ids[: args.test_rows], CONFIG)
     plot(log, by_chance, args.warm_up, args.out / "training.png")
     console.print(f"recall by chance {by_chance:.3g}; wrote {args.out / 'training.png'}")
     return log

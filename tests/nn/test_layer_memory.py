@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, LayerType
+from tests.backends.splash_problem import equations
 
 CONFIG = dataclasses.replace(AttentionConfig.tiny(), index_topk=64, sliding_window=32)
 
@@ -29,19 +29,6 @@ def program(length: int, select: Any):
     return jax.jit(jax.grad(objective, argnums=(0, 1))).trace(state, x)
 
 
-def largest(jaxpr: jex.Jaxpr) -> int:
-    """Elements of the largest array that an equation of the program or of its parts gives."""
-    sizes = [0]
-    for equation in jaxpr.eqns:
-        sizes += [int(np.prod(getattr(v.aval, "shape", ()))) for v in equation.outvars]
-        for value in equation.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if isinstance(inner, jex.Jaxpr):
-                    sizes.append(largest(inner))
-    return max(sizes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("select", ["top_k", "all"])
 def test_temporaries_are_linear_in_the_rows(select):
@@ -52,5 +39,7 @@ def test_temporaries_are_linear_in_the_rows(select):
         analysis = traced.lower().compile().memory_analysis()
         assert analysis is not None
         found[length] = analysis.temp_size_in_bytes
-        assert largest(traced.jaxpr.jaxpr) <= 2 * length * CONFIG.num_attention_heads * CONFIG.head_dim
+        results = (v.aval for equation in equations(traced.jaxpr.jaxpr) for v in equation.outvars)
+        largest = max(int(np.prod(getattr(aval, "shape", ()))) for aval in results)
+        assert largest <= 2 * length * CONFIG.num_attention_heads * CONFIG.head_dim
     assert found[65536] <= 8.5 * found[8192]

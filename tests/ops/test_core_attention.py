@@ -356,10 +356,13 @@ def repeats_keys(function, *args) -> bool:
             "scan",
             "while",
             "dynamic_update_slice",  # puts a tile in its place
-            "scatter-add",  # adds rows in their places, as large as the array that it adds to
-            "scatter_add",
         ):
             continue
+        if (
+            equation.primitive.name in ("scatter-add", "scatter_add")
+            and len(getattr(equation.outvars[0].aval, "shape", ())) == 3
+        ):
+            continue  # adds rows [K, D] in their places in [B, C, D], which has no axis for heads
         arrays = [
             [v.aval for v in side if isinstance(v.aval, jax.core.ShapedArray)]
             for side in (equation.invars, equation.outvars)

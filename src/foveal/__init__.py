@@ -1,8 +1,18 @@
 """Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far."""
 
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
+from foveal.cache import AttentionCache, CacheStack
 from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
-from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
+from foveal.geometry import (
+    Documents,
+    PackedDocuments,
+    PaddedRows,
+    Visibility,
+    WindowLayout,
+    left_aligned,
+    pack_documents,
+    unpack,
+)
 from foveal.nn import CompressedAttention, Compressor, GroupedLinear, LightningIndexer
 from foveal.ops import (
     IndexerLoss,
@@ -23,7 +33,9 @@ from foveal.ops import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionCache",
     "AttentionConfig",
+    "CacheStack",
     "CompressedAttention",
     "Compressor",
     "Documents",
@@ -33,6 +45,7 @@ __all__ = [
     "LayerType",
     "LightningIndexer",
     "PackedDocuments",
+    "PaddedRows",
     "RopeConfig",
     "RopeTable",
     "Splash",
@@ -49,9 +62,11 @@ __all__ = [
     "indexer_loss",
     "indexer_recall",
     "layer_types_from_compress_ratios",
+    "left_aligned",
     "pack_documents",
     "pool_windows",
     "rope_frequencies",
     "rope_table",
     "select_entries",
+    "unpack",
 ]

@@ -45,7 +45,8 @@ def _as_float(name: str, value: object, bound: str, minimum: float, *, inclusive
     raise ValueError(f"{name}: expected a finite number {bound}, got {value!r}")
 
 
-def _as_layer_type(name: str, value: object) -> LayerType:
+def as_layer_type(name: str, value: object) -> LayerType:
+    """The layer type that an argument, `name` in the ValueError, says."""
     try:
         return LayerType(value)  # pyright: ignore[reportArgumentType]  (an unknown value is the point)
     except ValueError:
@@ -55,7 +56,7 @@ def _as_layer_type(name: str, value: object) -> LayerType:
 def _as_layer_types(name: str, values: object) -> tuple[LayerType, ...]:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: expected a sequence with one layer type per layer, got {values!r}")
-    layer_types = tuple(_as_layer_type(f"{name}[{index}]", value) for index, value in enumerate(values))
+    layer_types = tuple(as_layer_type(f"{name}[{index}]", value) for index, value in enumerate(values))
     if not layer_types:
         raise ValueError(f"{name}: expected at least one layer type, got none; known ones are {_LAYER_TYPE_NAMES}")
     return layer_types
@@ -237,7 +238,7 @@ class AttentionConfig:
             ValueError: unknown layer type.
         """
         ratios = {LayerType.SLIDING: 0, LayerType.CSA: self.csa_ratio, LayerType.HCA: self.hca_ratio}
-        return ratios[_as_layer_type("layer_type", layer_type)]
+        return ratios[as_layer_type("layer_type", layer_type)]
 
     def rope_for(self, layer_type: LayerType | str) -> RopeConfig:
         """The one rotary table that layers of this type use for everything they rotate.
@@ -245,7 +246,7 @@ class AttentionConfig:
         Raises:
             ValueError: unknown layer type.
         """
-        sliding = _as_layer_type("layer_type", layer_type) is LayerType.SLIDING
+        sliding = as_layer_type("layer_type", layer_type) is LayerType.SLIDING
         return self.rope if sliding else self.compress_rope
 
     @classmethod

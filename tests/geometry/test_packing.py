@@ -2,13 +2,14 @@
 
 import re
 
+import jax
 import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal.geometry import Documents, WindowLayout, pack_documents
+from foveal.geometry import Documents, WindowLayout, left_aligned, pack_documents, unpack
 
 # Lengths of documents for rows of 10: some fill a row, and 10 is no multiple of the alignments 3 and 4.
 ROW = 10
@@ -172,3 +173,50 @@ def test_mistakes_are_named(documents, arguments, message, unchecked_annotations
     pattern = re.escape(message).replace(re.escape(".*"), ".*")
     with pytest.raises(ValueError, match=f"^{pattern}"):
         pack_documents(documents, **{"row_length": ROW, **arguments})
+
+
+def test_unpack_is_the_inverse_of_laying_end_to_end(rng):
+    lengths = [3, 0, 5, 1]
+    x = rng.normal(size=(11, 2, 2)).astype(np.float32)
+    ends = np.cumsum([0, *lengths])
+    for rows in (unpack(x, ends), jax.jit(lambda x, e: unpack(x, e, max_length=5))(x, ends)):
+        assert rows.values.shape == (4, 5, 2, 2)
+        np.testing.assert_array_equal(rows.lengths, lengths)
+        for row, (first, n) in enumerate(zip(ends, lengths, strict=False)):
+            np.testing.assert_array_equal(rows.values[row, :n], x[first : first + n])
+            np.testing.assert_array_equal(rows.values[row, n:], 0)
+    assert unpack(x, ends, max_length=8).values.shape == (4, 8, 2, 2)
+    assert unpack(np.zeros((0, 3)), np.array([0, 0])).values.shape == (1, 0, 3)
+    assert unpack(np.zeros((0, 3)), np.array([0, 0]), max_length=2).values.shape == (1, 2, 3)
+    assert unpack(x, np.array([0])).values.shape == (0, 0, 2, 2)
+
+
+def test_left_padding_goes_to_the_right(rng):
+    lengths, x = np.array([0, 2, 5]), rng.normal(size=(3, 5, 2)).astype(np.float32)
+    for rows in (left_aligned(x, lengths), jax.jit(left_aligned)(x, lengths)):
+        np.testing.assert_array_equal(rows.lengths, lengths)
+        for row, n in enumerate(lengths):
+            np.testing.assert_array_equal(rows.values[row, :n], x[row, 5 - n :])
+            np.testing.assert_array_equal(rows.values[row, n:], 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: unpack(x, np.array([1, 3])), r"^cu_seqlens: expected 0 first .* up to 6, got \[1, 3\]"),
+        (lambda x: unpack(x, np.array([0, 3, 2])), r"^cu_seqlens: expected 0 first"),
+        (lambda x: unpack(x, np.array([0, 7])), r"^cu_seqlens: expected 0 first .* up to 6, got \[0, 7\]"),
+        (lambda x: unpack(x, np.array([[0, 7]])), r"^cu_seqlens: expected rank 1"),
+        (lambda x: unpack(x, np.zeros(0, int)), r"^cu_seqlens: expected at least the leading 0"),
+        (lambda x: unpack(x, np.array([0, 3, 5]), max_length=2), r"^max_length: expected at least 3"),
+        (lambda x: unpack(np.float32(1), np.array([0])), r"^x: expected \[S, ...\]"),
+        (lambda x: jax.jit(lambda e: unpack(x, e))(np.array([0, 2])), r"^max_length: expected an int >= 0 \(needed"),
+        (lambda x: left_aligned(x, np.array([0] * 5)), r"^lengths: expected \[B\] = \(6,\), got shape \(5,\)"),
+        (lambda x: left_aligned(x, np.array([0] * 5 + [3])), r"^lengths: expected 0 to 2"),
+        (lambda x: left_aligned(x, np.zeros(6)), r"^lengths: expected an integer dtype"),
+        (lambda x: left_aligned(x[:, 0], np.zeros(6, int)), r"^x: expected \[B, S, ...\]"),
+    ],
+)
+def test_rows_that_cannot_be(call, message, unchecked_annotations):
+    with pytest.raises(ValueError, match=message):
+        call(np.zeros((6, 2), np.float32))

@@ -6,17 +6,22 @@ element two float32 gradients differ by more than either is worth.
 """
 
 import dataclasses
+import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from foveal import AttentionConfig, LayerType
+from foveal import AttentionConfig, CompressedAttention, LayerType
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.numerics import assert_close, assert_gradients_close
+from foveal.testing.parameters import set_params
 
 torch = pytest.importorskip("torch")
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+cache_utils = pytest.importorskip("transformers.cache_utils")
 torch.set_num_threads(1)
 
 LAYER_TYPES = tuple(LayerType)
@@ -65,6 +70,23 @@ def build(config, layer_type, params):
         return module(hidden, tables, positions, mask)[0]
 
     return module, run
+
+
+def decode(module, config, hidden, prompt):
+    """transformers' outputs for [1, S, E], through its own cache: a prompt, then token by token."""
+    cache = cache_utils.DynamicCache(config=module.config)
+    rotary = modeling.DeepseekV4RotaryEmbedding(module.config)
+    edges, outputs = [0, *range(prompt, hidden.shape[1] + 1)], []
+    for start, stop in itertools.pairwise(edges):
+        positions = torch.arange(start, stop)[None]
+        keys = torch.arange(max(start - config.sliding_window + 1, 0), stop)[None]
+        distance = positions.T - keys
+        unseen = (distance < 0) | (distance >= config.sliding_window)
+        mask = torch.zeros(distance.shape).masked_fill(unseen, float("-inf"))[None, None]
+        chunk = hidden[:, start:stop]
+        tables = {label: rotary(chunk, positions, layer_type=label) for label in ("main", "compress")}
+        outputs.append(module(chunk, tables, positions, mask, cache)[0])
+    return torch.cat(outputs, dim=1)
 
 
 def to_their_name(name):
@@ -122,3 +144,24 @@ def test_parity_at_flash_head_sizes(pure_layer, compiled_reference):
         theirs = build(config, LayerType.CSA, params)[1](torch.tensor(x)).numpy()
     ours = pure_layer(LayerType.CSA, optimized=False, **changes).forward(params, jnp.asarray(x))
     assert_close(ours, theirs, np.float32)
+
+
+@pytest.mark.parametrize("layer_type", LAYER_TYPES)
+def test_a_prompt_and_40_tokens_through_both_caches(layer_type, compiled_reference, problem):
+    prompt, length = 230, 270  # a window of 128 is completed on the way
+
+    def make(seed):
+        return problem(layer_type, seed, batch=1, length=length, **REAL)
+
+    params, x, _ = make(clear_seed(compiled_reference(layer_type, length=max(LENGTHS), **REAL), make))
+    module, _ = build(SMALL, layer_type, params)
+    with torch.no_grad():
+        theirs = decode(module, SMALL, torch.tensor(x), prompt).numpy()
+    layer = CompressedAttention(SMALL, layer_type=layer_type, rngs=nnx.Rngs(0))
+    set_params(layer, params)
+    out, cache = jax.jit(layer.prefill)(layer.init_cache(1, length), jnp.asarray(x[:, :prompt]))
+    step, outputs = jax.jit(layer.decode, donate_argnums=0), [out]
+    for t in range(prompt, length):
+        out, cache = step(cache, jnp.asarray(x[:, t : t + 1]))
+        outputs.append(out)
+    assert_close(jnp.concatenate(outputs, axis=1), theirs, np.float32)

@@ -20,7 +20,7 @@ from foveal.aot import TARGETS
 from foveal.cli.console import make_console, progress
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
-from foveal.config import AttentionConfig
+from foveal.cli.presets import PRESETS
 from foveal.schedule import dump_flags
 
 if TYPE_CHECKING:
@@ -37,13 +37,6 @@ results and temporaries of one chip. kernel: millions of bundles, a cycle each, 
 kernels: a lower bound, without waits for memory. least: the useful operations or bytes over the chip's rates, whichever
 is more.
 """
-PRESETS = {
-    "flash": AttentionConfig.deepseek_v4_flash,
-    "pro": AttentionConfig.deepseek_v4_pro,
-    "tiny": AttentionConfig.tiny,
-}
-"""Models by the name that `--preset` takes."""
-
 _SPEC, _DUMP = "--case-json", "--dump"
 
 

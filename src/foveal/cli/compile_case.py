@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from foveal.aot import TARGETS, compile_report, device_mesh
 from foveal.backends.request import Backend
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
-from foveal.cli.compile import PRESETS, CompileCase
+from foveal.cli.compile import CompileCase
 from foveal.cli.errors import require
+from foveal.cli.presets import PRESETS
 from foveal.config import AttentionConfig, LayerType
 from foveal.flops import core_cost, layer_cost
 from foveal.geometry import Documents, Visibility

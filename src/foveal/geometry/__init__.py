@@ -4,18 +4,21 @@ Everything follows from one integer per token, the row at which its document beg
 """
 
 from foveal.geometry.documents import Documents
-from foveal.geometry.packing import PackedDocuments, Placement, pack_documents
+from foveal.geometry.packing import PackedDocuments, PaddedRows, Placement, left_aligned, pack_documents, unpack
 from foveal.geometry.visibility import TileRanges, Visibility, complete_windows, window_first
 from foveal.geometry.windows import WindowLayout
 
 __all__ = [
     "Documents",
     "PackedDocuments",
+    "PaddedRows",
     "Placement",
     "TileRanges",
     "Visibility",
     "WindowLayout",
     "complete_windows",
+    "left_aligned",
     "pack_documents",
+    "unpack",
     "window_first",
 ]

@@ -18,11 +18,11 @@ from foveal.typing import Array, Bool, Int, Int32
 class Documents:
     """The documents of a batch of rows. A pytree: `document_start` is data, the other two fields are static.
 
-    Build one with `unpacked`, `from_segment_ids`, `from_cu_seqlens`, `from_lengths` or `pack_documents`.
+    Build one with `unpacked`, `from_segment_ids`, `from_cu_seqlens`, `from_lengths`, `continuing` or `pack_documents`.
 
     Attributes:
-        document_start: int32 [B, S], the row at which token t's document begins; t + 1 on padding rows, which makes
-            everything they could see empty and lets no window start there.
+        document_start: int32 [B, S], the row at which token t's document begins, negative if that was before these
+            rows; t + 1 on padding rows, which makes everything they could see empty and lets no window start there.
         alignment: every document is known to start at a multiple of this: 1 if nothing is known, 0 if every document
             starts at row 0. Static, because a backend that needs aligned documents must know while tracing.
         padded: whether there may be padding rows. Static.
@@ -58,7 +58,7 @@ class Documents:
         Raises:
             ValueError: wrong rank or dtype; where the ids are concrete, a negative id or a broken promise.
         """
-        ids, concrete = _integers("segment_ids", segment_ids, ndims=(2,))
+        ids, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
         _require(concrete, "segment_ids", lambda a: bool((a >= 0).all()), "no negative id (0 is padding)")
         if concrete is not None:
             rows = np.arange(concrete.shape[1])
@@ -87,7 +87,7 @@ class Documents:
         """
         if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 0:
             raise ValueError(f"length: expected an int >= 0, got {length!r}")
-        ends, concrete = _integers("cu_seqlens", cu_seqlens, ndims=(1, 2))
+        ends, concrete = as_integers("cu_seqlens", cu_seqlens, ndims=(1, 2))
         if ends.shape[-1] < 1:
             raise ValueError(f"cu_seqlens: expected at least the leading 0, got shape {ends.shape}")
         _require(concrete, "cu_seqlens", lambda a: bool((a[..., 0] == 0).all()), "0 as the first value")
@@ -119,7 +119,7 @@ class Documents:
             ValueError: wrong rank or dtype; where the values are concrete, a negative length, or more than `length`
                 rows in all.
         """
-        each, concrete = _integers("lengths", lengths, ndims=(1, 2))
+        each, concrete = as_integers("lengths", lengths, ndims=(1, 2))
         if alignment is None:
             alignment = 0 if each.ndim == 1 else 1
         _require(concrete, "lengths", lambda a: bool((a >= 0).all()), "no negative length")
@@ -131,6 +131,21 @@ class Documents:
         else:
             ends = jnp.pad(jnp.cumsum(each[:, None] if one_each else each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
         return cls.from_cu_seqlens(ends, length, alignment=alignment)
+
+    @classmethod
+    def continuing(cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int) -> Documents:
+        """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
+
+        Its first token lies `lengths` rows before row 0, so that `document_start` is negative and `positions` go on
+        from `lengths`.
+
+        Args:
+            lengths: int32 [B], tokens that came before. May be traced.
+            counts: int32 [B], tokens in these rows, at most `size`; the rest is padding. May be traced.
+            size: S, static.
+        """
+        row = jnp.arange(size, dtype=jnp.int32)[None]
+        return cls(jnp.where(row < counts[:, None], -lengths[:, None], row + 1))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -174,7 +189,7 @@ def _check_alignment(starts: np.ndarray, alignment: int) -> None:
         )
 
 
-def _integers(
+def as_integers(
     name: str, values: Array | np.ndarray, *, ndims: tuple[int, ...]
 ) -> tuple[Int32[Array, "..."], np.ndarray | None]:
     """`values` as int32, and on the host where they are concrete; or a ValueError that says what is wrong with them.

@@ -1,13 +1,15 @@
-"""Packing documents of any length into rows of one length, on the host."""
+"""Documents of any length in rows of one length: packing them, and taking them apart again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from foveal.geometry.documents import Documents
+from foveal.geometry.documents import Documents, as_integers
+from foveal.typing import Array, Int, Int32, Shaped
 
 
 class Placement(NamedTuple):
@@ -78,6 +80,92 @@ def pack_documents(
     return PackedDocuments(
         values, segment_ids, Documents.from_segment_ids(segment_ids, alignment=align), tuple(placements)
     )
+
+
+class PaddedRows(NamedTuple):
+    """One document a row, right-padded with zeros.
+
+    Attributes:
+        values: [N, T, ...].
+        lengths: int32 [N].
+    """
+
+    values: Shaped[Array, "N T *F"]
+    lengths: Int32[Array, " N"]
+
+
+def unpack(
+    x: Shaped[Array, "S *F"] | np.ndarray,
+    cu_seqlens: Int[Array, " M"] | np.ndarray,
+    *,
+    max_length: int | None = None,
+) -> PaddedRows:
+    """Packed documents, one behind the other, as one row each: prompts for `CompressedAttention.prefill`.
+
+    Args:
+        x: [S, ...], a value or vector per token.
+        cu_seqlens: integers [N + 1], cumulative lengths: 0 first, then the end of each document. Equal values are
+            empty documents. May be traced.
+        max_length: T, the static length of the rows; by default that of the longest document, if `cu_seqlens` is
+            concrete.
+
+    Raises:
+        ValueError: wrong rank or dtype; `max_length` missing where `cu_seqlens` is traced, or below 0; where it is
+            concrete, a first value that is not 0, a decreasing one, an end beyond x, a document longer than
+            `max_length`.
+    """
+    if len(getattr(x, "shape", ())) < 1:
+        raise ValueError(f"x: expected [S, ...], got {x!r}")
+    ends, concrete = as_integers("cu_seqlens", cu_seqlens, ndims=(1,))
+    if ends.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected at least the leading 0, got shape {ends.shape}")
+    if concrete is not None:
+        lengths = np.diff(concrete)
+        if concrete[0] != 0 or (lengths < 0).any() or concrete[-1] > x.shape[0]:
+            raise ValueError(
+                f"cu_seqlens: expected 0 first and values that never decrease, up to {x.shape[0]}, "
+                f"got {concrete.tolist()}"
+            )
+        longest = int(lengths.max(initial=0))
+        if max_length is not None and longest > max_length:
+            raise ValueError(f"max_length: expected at least {longest}, the longest document, got {max_length}")
+        max_length = longest if max_length is None else max_length
+    if isinstance(max_length, bool) or not isinstance(max_length, int | np.integer) or max_length < 0:
+        raise ValueError(f"max_length: expected an int >= 0 (needed where cu_seqlens is traced), got {max_length!r}")
+    return _rows_from(jnp.asarray(x), ends[:-1], ends[1:] - ends[:-1], int(max_length))
+
+
+def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray) -> PaddedRows:
+    """Left-padded rows with their padding moved to the right, where `CompressedAttention.prefill` wants it.
+
+    Args:
+        x: [B, S, ...], whose last `lengths[b]` positions are row b's.
+        lengths: integers [B]. May be traced.
+
+    Raises:
+        ValueError: wrong rank, shape or dtype; where lengths are concrete, one below 0 or above S.
+    """
+    if len(getattr(x, "shape", ())) < 2:
+        raise ValueError(f"x: expected [B, S, ...], got {x!r}")
+    counts, concrete = as_integers("lengths", lengths, ndims=(1,))
+    batch, size = x.shape[:2]
+    if counts.shape != (batch,):
+        raise ValueError(f"lengths: expected [B] = {(batch,)}, got shape {counts.shape}")
+    if concrete is not None and ((concrete < 0) | (concrete > size)).any():
+        raise ValueError(f"lengths: expected 0 to {size}, got {concrete.tolist()}")
+    flat = jnp.asarray(x).reshape(batch * size, *x.shape[2:])
+    return _rows_from(flat, jnp.arange(1, batch + 1, dtype=jnp.int32) * size - counts, counts, size)
+
+
+def _rows_from(flat: Array, first: Array, lengths: Array, size: int) -> PaddedRows:
+    """Rows [first, first + length) of each document, `size` of them, zeros beyond."""
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    present = place < lengths[:, None]
+    if not flat.shape[0]:
+        return PaddedRows(jnp.zeros((*present.shape, *flat.shape[1:]), flat.dtype), lengths)
+    rows = jnp.take(flat, first[:, None] + place, axis=0, mode="clip")
+    keep = present.reshape(*present.shape, *(1,) * (flat.ndim - 1))
+    return PaddedRows(jnp.where(keep, rows, jnp.zeros((), flat.dtype)), lengths)
 
 
 def _check(arrays: list[np.ndarray], row_length: int, align: int) -> None:

@@ -23,8 +23,8 @@ class TileRanges(NamedTuple):
 
     @property
     def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-        """First slot and one past the last that any query of the tile sees: no range's end decreases along the rows."""
-        return self.entry_first[:, 0].min(), self.entry_end[:, -1].max()
+        """First slot and one past the last that any query of the tile sees."""
+        return self.entry_first.min(), self.entry_end.max()
 
     def slot_blocks(self, size: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
         """The first block of `size` slots, and one past the last, that any query of the tile sees."""
@@ -60,17 +60,22 @@ class Visibility:
     * rows [max(d, t - W + 1), t], the sliding window: W keys with itself;
     * slots [d // m, d // m + (p + 1) // m), the entries of its document's windows that end at or before t.
 
-    A padding row has d = t + 1, so both ranges are empty. Both ends of both ranges never decrease along the rows.
-    (DeepSeek-V4 technical report, arXiv 2606.19348, sections on causality and packed sequences; the entry that a
-    window's last token completes is visible to that token.)
+    A padding row has d = t + 1, so both ranges are empty. (DeepSeek-V4 technical report, arXiv 2606.19348, sections on
+    causality and packed sequences; the entry that a window's last token completes is visible to that token.)
+
+    Where rows continue documents that began before them (`Documents.continuing`), d is negative: the raw keys have
+    `history` rows before the first query's own, and the entries are those of one document a row, from its first window
+    on, in `capacity` slots of which the query sees the first (p + 1) // m.
 
     Attributes:
         documents: where the documents begin.
         sliding_window: W >= 1.
-        compress_ratio: m >= 1, or 0 where the layer has no entries.
+        compress_ratio: m >= 1, or 0 where the layer has no entries; with `capacity`, where every query sees every slot.
+        history: raw keys before the first query's own.
+        capacity: slots, where they are not those of these rows; None for S // m.
 
     Raises:
-        ValueError: `sliding_window` below 1 or `compress_ratio` below 0.
+        ValueError: `sliding_window` below 1 or `compress_ratio`, `history` or `capacity` below 0.
     """
 
     __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
@@ -78,22 +83,38 @@ class Visibility:
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
     compress_ratio: int = dataclasses.field(default=0, metadata={"static": True})
+    history: int = dataclasses.field(default=0, metadata={"static": True})
+    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Checks the static fields; the data may be anything a tree transformation puts there."""
-        for name, least in (("sliding_window", 1), ("compress_ratio", 0)):
+        for name, least in (("sliding_window", 1), ("compress_ratio", 0), ("history", 0), ("capacity", 0)):
             value = getattr(self, name)
+            if name == "capacity" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
 
     @property
     def slots(self) -> int:
         """C, the number of entry slots; 0 without entries."""
+        if self.capacity is not None:
+            return self.capacity
         return self.documents.shape[1] // self.compress_ratio if self.compress_ratio else 0
 
     @property
+    def raw_keys(self) -> int:
+        """N, the number of raw keys: one a row, after those of the history."""
+        return self.history + self.documents.shape[1]
+
+    @property
+    def continues(self) -> bool:
+        """Statically known: keys are not all of these rows."""
+        return self.history > 0 or self.capacity is not None
+
+    @property
     def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
-        """int32 [B, S] twice: first row seen and one past the last."""
+        """int32 [B, S] twice: first raw key seen and one past the last, of `raw_keys`."""
         return self._window_range(self.documents.document_start, 0)
 
     @property
@@ -121,13 +142,13 @@ class Visibility:
     def _window_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
         rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
         first = window_first(rows, self.sliding_window)
-        return jnp.maximum(start, first), rows + 1
+        return jnp.maximum(start, first) + self.history, rows + 1 + self.history
 
     def _entry_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
         if not self.compress_ratio:
-            return jnp.zeros_like(start), jnp.zeros_like(start)
+            return jnp.zeros_like(start), jnp.full_like(start, self.slots)
         rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
-        first = start // self.compress_ratio
+        first = start // self.compress_ratio if self.capacity is None else jnp.zeros_like(start)
         return first, first + complete_windows(rows - start, self.compress_ratio)
 
     @property
@@ -159,15 +180,15 @@ class Visibility:
             )
         return start[:, : self.slots * self.compress_ratio : self.compress_ratio]
 
-    def window_mask(self) -> Bool[Array, "B S S"]:
-        """bool [B, S, S], True where query (row) sees raw key (column). Quadratic: for tests, pictures, `dense`."""
-        return _in_range(self.window_range, self.documents.shape[1])
+    def window_mask(self) -> Bool[Array, "B S N"]:
+        """bool [B, S, N], True where query (row) sees raw key (column). Quadratic: for tests, pictures, `dense`."""
+        return _in_range(self.window_range, self.raw_keys)
 
     def entry_mask(self) -> Bool[Array, "B S C"]:
         """bool [B, S, C], True where query (row) sees entry (column). Quadratic: for tests, pictures, `dense`."""
         return _in_range(self.entry_range, self.slots)
 
-    def dense(self) -> Bool[Array, "B S N"]:
+    def dense(self) -> Bool[Array, "B S M"]:
         """bool [B, S, S + C]: `window_mask` and `entry_mask` side by side."""
         return jnp.concatenate([self.window_mask(), self.entry_mask()], axis=-1)
 

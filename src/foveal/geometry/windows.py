@@ -17,13 +17,15 @@ class WindowLayout:
     """The windows of m tokens that a compressor turns into entries, by slot. Build it with `of`.
 
     A document's windows start at its first token, and only complete ones count (DeepSeek-V4 technical report, arXiv
-    2606.19348: every packed sequence is compressed independently). The window that starts at row s owns slot s // m.
+    2606.19348: every packed sequence is compressed independently). The window that starts at row s owns slot s // m;
+    of rows that continue a document (`continuing`) the windows they complete stand in order instead.
 
     Attributes:
         start: int32 [B, C], first row of the slot's window; anything in range where not `valid`.
         valid: bool [B, C], the slot holds a complete window of one document.
         positions: int32 [B, C], position in its document of the window's first token, a multiple of m; 0 where not
             `valid`. This is the position that RoPE gives the entry.
+        rows: S, how many rows there are. Static.
         ratio: m, tokens per window. Static.
         contiguous: slot c's window is known to be rows [c m, c m + m), so that windows are a reshape. Static.
         complete: every slot is known to be `valid`. Static.
@@ -34,6 +36,7 @@ class WindowLayout:
     start: Int32[Array, "B C"]
     valid: Bool[Array, "B C"]
     positions: Int32[Array, "B C"]
+    rows: int = dataclasses.field(metadata={"static": True})
     ratio: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(metadata={"static": True})
     complete: bool = dataclasses.field(metadata={"static": True})
@@ -49,8 +52,7 @@ class WindowLayout:
         Raises:
             ValueError: `ratio` below 1.
         """
-        if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
-            raise ValueError(f"ratio: expected an int >= 1, got {ratio!r}")
+        _check_ratio(ratio)
         begins, length = documents.document_start, documents.shape[1]
         slots = length // ratio
         probe = jnp.arange(slots, dtype=jnp.int32)[None] * ratio + (ratio - 1)
@@ -63,9 +65,44 @@ class WindowLayout:
             start=begin + offset,
             valid=valid,
             positions=jnp.where(valid, offset, 0),
+            rows=length,
             ratio=ratio,
             contiguous=documents.is_aligned(ratio),
             complete=documents.is_unpacked,
+        )
+
+    @classmethod
+    def continuing(
+        cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int, ratio: int, *, history: int
+    ) -> WindowLayout:
+        """The windows that the next `size` rows of one document a row complete: the open one and what follows.
+
+        A window may begin before the new rows, so the last `history` rows stand before them: row `history` is the
+        first new one. The j-th layout slot is the open window's (j = 0) or the j-th after it; the entry it gives
+        belongs into slot `positions // ratio` of all the document's.
+
+        Args:
+            lengths: int32 [B], tokens that came before. May be traced.
+            counts: int32 [B], tokens in the new rows, at most `size`. May be traced.
+            size: new rows, static.
+            ratio: m.
+            history: rows before the new ones, static: at least m - 1, or 2 m - 1 for overlapped windows.
+
+        Raises:
+            ValueError: `ratio` below 1.
+        """
+        _check_ratio(ratio)
+        window = (lengths // ratio)[:, None] + jnp.arange(-(-size // ratio), dtype=jnp.int32)[None]
+        position = window * ratio
+        valid = position + ratio <= (lengths + counts)[:, None]
+        return cls(
+            start=position - lengths[:, None] + history,
+            valid=valid,
+            positions=jnp.where(valid, position, 0),
+            rows=history + size,
+            ratio=ratio,
+            contiguous=False,
+            complete=False,
         )
 
     @property
@@ -103,3 +140,8 @@ class WindowLayout:
         index = jnp.clip(index, 0, length - 1).reshape(batch, self.slots * self.ratio, 1)
         taken = jnp.take_along_axis(rows, index, axis=1)
         return taken.reshape(batch, self.slots, self.ratio, width)
+
+
+def _check_ratio(ratio: int) -> None:
+    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
+        raise ValueError(f"ratio: expected an int >= 1, got {ratio!r}")

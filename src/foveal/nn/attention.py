@@ -6,16 +6,18 @@ from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
-from foveal.config import AttentionConfig, LayerType
+from foveal.cache import AttentionCache
+from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout
-from foveal.nn.compressor import Compressor
 from foveal.nn.grouped_linear import GroupedLinear
-from foveal.nn.indexer import IndexedCompressor
+from foveal.nn.indexer import IndexedCompressor, compressor_of
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
+from foveal.nn.serving import append_tokens
 from foveal.ops.core_attention import core_attention
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
@@ -24,6 +26,24 @@ from foveal.typing import Array, DTypeLike, Float, Int, Precision
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
 """The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
+
+
+class Projected(NamedTuple):
+    """Of some hidden states, whatever they attend to.
+
+    Attributes:
+        x: the hidden states, [B, S, E], zero on padding.
+        q_residual: the normed query latent, [B, S, L].
+        q: queries, [B, S, H, D].
+        kv: raw keys, [B, S, D].
+        table: RoPE at their positions.
+    """
+
+    x: Array
+    q_residual: Array
+    q: Array
+    kv: Array
+    table: RopeTable
 
 
 class _Activations(NamedTuple):
@@ -85,7 +105,7 @@ class CompressedAttention(nnx.Module):
         self.kv_proj = linear(config.hidden_size, dim, ("embed", "kv"), numerics=numerics, rngs=rngs)
         self.kv_norm = rms_norm(dim, epsilon=eps, numerics=numerics, rngs=rngs)
         self.sinks = zeros_parameter((heads,), "heads")
-        self.compressor = _compressor(config, self.layer_type, numerics, rngs)
+        self.compressor = compressor_of(config, self.layer_type, numerics, rngs)
         self.o_a_proj = GroupedLinear(
             heads // config.o_groups * dim, config.o_lora_rank, config.o_groups, numerics=numerics, rngs=rngs
         )
@@ -155,8 +175,7 @@ class CompressedAttention(nnx.Module):
         """
         made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
         out, lse = self._attend(made, implementation)
-        rotated = checkpoint_name(apply_rope(out, made.table, inverse=True), "attention")
-        result = self.o_b_proj(self.o_a_proj(rotated))
+        result = self.output(out, made.table)
         if not return_indexer_loss:
             return result
         if made.indexed is None or made.entries is None:
@@ -216,18 +235,9 @@ class CompressedAttention(nnx.Module):
     ) -> _Activations:
         """All that attention takes; with `index` and in a CSA layer also what the indexer scores with."""
         documents = self._documents(x, segment_ids, documents, select)
-        x = x.astype(self.dtype)
-        if documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
-            x = jnp.where(documents.is_padding[:, :, None], 0.0, x)
-        config, ratio = self.config, self.config.compress_ratio(self.layer_type)
-        rope = config.rope_for(self.layer_type)
-        visibility = Visibility(documents, config.sliding_window, ratio)
-        table = rope_table(documents.positions, rope, config.qk_rope_head_dim)
-
-        q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
-        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
-        q = checkpoint_name(apply_rope(self.q_b_norm(q).astype(self.dtype), table), "q")
-        kv = checkpoint_name(apply_rope(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
+        x, q_residual, q, kv, table = self.project(x, documents)
+        ratio = self.config.compress_ratio(self.layer_type)
+        visibility = Visibility(documents, self.config.sliding_window, ratio)
 
         entries = indices = indexed = None
         if self.compressor is not None:
@@ -243,6 +253,110 @@ class CompressedAttention(nnx.Module):
                 if select == "top_k":
                     indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
         return _Activations(q, kv, entries, indexed, indices, visibility, table)
+
+    def init_cache(self, batch: int, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
+        """An empty cache for this layer, to be given to `prefill` and `decode`.
+
+        Args:
+            batch: B.
+            capacity: tokens that a row can hold, prompt included.
+            max_rollback: how many tokens `AttentionCache.rollback` must be able to take back at once.
+
+        Raises:
+            ValueError: a number below 0.
+        """
+        return AttentionCache.init(
+            self.config,
+            self.layer_type,
+            batch=batch,
+            capacity=capacity,
+            max_rollback=max_rollback,
+            dtype=self.dtype,
+        )
+
+    def prefill(
+        self,
+        cache: AttentionCache,
+        x: Float[Array, "B T E"],
+        lengths: Int[Array, " B"] | np.ndarray | None = None,
+        *,
+        implementation: str | Backend | None = None,
+    ) -> tuple[Float[Array, "B T E"], AttentionCache]:
+        """Attention of the next tokens of every row to themselves and to all that the cache holds.
+
+        A prompt may come in any number of chunks of any lengths, and tokens be decoded in between: outputs are those
+        of one call on all of the row. For packed prompts see `unpack`, for left-padded ones `left_aligned`.
+
+        Args:
+            cache: what came before; not changed, but its memory may be donated.
+            x: hidden states, [B, T, E], right-padded.
+            lengths: integers [B], how many of the T each row has, 0 for a row that has none; all by default.
+            implementation: of core attention; see `foveal.core_attention`.
+
+        Returns:
+            [B, T, E] in the layer's dtype, zero on padding, and the cache with these tokens. Where lengths are traced,
+            tokens beyond the cache's capacity count as padding.
+
+        Raises:
+            ValueError: arguments that do not fit each other or the layer; where they are concrete, lengths that are
+                negative, above T, or more than the cache has room for.
+            NotImplementedError: the implementation cannot do this.
+        """
+        return append_tokens(self, cache, x, lengths, implementation)
+
+    def decode(
+        self,
+        cache: AttentionCache,
+        x: Float[Array, "B T E"],
+        lengths: Int[Array, " B"] | np.ndarray | None = None,
+        *,
+        implementation: str | Backend | None = None,
+    ) -> tuple[Float[Array, "B T E"], AttentionCache]:
+        """Attention of a new token a row, or of a few, to themselves and to all that the cache holds.
+
+        The same as `prefill`, whose work for one token is that of a decoding step: a pass over the window, over all
+        entries of an HCA layer, or over the index keys and the selected entries of a CSA layer. Under `jax.jit` it
+        compiles once for a whole generation, and with the cache donated works in place.
+
+        Args:
+            cache: what came before; not changed, but its memory may be donated.
+            x: hidden states, [B, T, E]: T = 1, or a few drafted tokens, causal among themselves.
+            lengths: integers [B], how many of the T each row has, 0 for a row that sits out; all by default.
+            implementation: of core attention; see `foveal.core_attention`.
+
+        Returns:
+            As `prefill`.
+
+        Raises:
+            ValueError: as `prefill`.
+            NotImplementedError: the implementation cannot do this.
+        """
+        return append_tokens(self, cache, x, lengths, implementation)
+
+    def check_hidden_states(self, x: Array) -> None:
+        """Raises ValueError unless x is floats [B, S, E]."""
+        if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
+            raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+
+    def project(self, x: Array, documents: Documents) -> Projected:
+        """Queries and raw keys of hidden states [B, S, E] at the documents' positions."""
+        x = x.astype(self.dtype)
+        if documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
+            x = jnp.where(documents.is_padding[:, :, None], 0.0, x)
+        config = self.config
+        table = rope_table(documents.positions, config.rope_for(self.layer_type), config.qk_rope_head_dim)
+        q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
+        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+        q = checkpoint_name(apply_rope(self.q_b_norm(q).astype(self.dtype), table), "q")
+        kv = checkpoint_name(apply_rope(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
+        return Projected(x, q_residual, q, kv, table)
+
+    def output(self, attended: Array, table: RopeTable) -> Float[Array, "B S E"]:
+        """Hidden states of what core attention returns, [B, S, H, D], at the table's positions."""
+        rotated = checkpoint_name(apply_rope(attended, table, inverse=True), "attention")
+        return self.o_b_proj(self.o_a_proj(rotated))
 
     def _attend(self, made: _Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
         """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H]."""
@@ -260,10 +374,7 @@ class CompressedAttention(nnx.Module):
 
     def _documents(self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str) -> Documents:
         """Checks the call's arguments and says where documents begin."""
-        if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
-            raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+        self.check_hidden_states(x)
         if select not in ("top_k", "all"):
             raise ValueError(f'select: expected "top_k" or "all", got {select!r}')
         if segment_ids is not None:
@@ -292,25 +403,4 @@ def _layer_type(config: AttentionConfig, layer_index: int | None, layer_type: La
         )
     if layer_index is not None:
         return config.layer_type(layer_index)
-    known = [kind.value for kind in LayerType]
-    if layer_type not in known:
-        raise ValueError(f"layer_type: expected one of {', '.join(known)}, got {layer_type!r}")
-    return LayerType(layer_type)
-
-
-def _compressor(
-    config: AttentionConfig, layer_type: LayerType, numerics: Numerics, rngs: nnx.Rngs
-) -> Compressor | None:
-    if layer_type is LayerType.SLIDING:
-        return None
-    if layer_type is LayerType.CSA:
-        return IndexedCompressor(config, numerics=numerics, rngs=rngs)
-    return Compressor(
-        config.hidden_size,
-        config.head_dim,
-        ratio=config.hca_ratio,
-        overlap=False,
-        epsilon=config.rms_norm_eps,
-        numerics=numerics,
-        rngs=rngs,
-    )
+    return as_layer_type("layer_type", layer_type)

@@ -58,5 +58,18 @@ class Compressor(nnx.Module):
         Returns:
             [B, C, D] in the layer's dtype; zeros in slots that hold no window.
         """
-        pooled = pool_windows(self.kv_proj(x), self.gate_proj(x), self.position_bias[...], layout, overlap=self.overlap)
+        return self.pool(*self.project(x), layout, table)
+
+    def project(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
+        """What each token gives to its windows, before they are complete: values and gates, float32 [B, S, F].
+
+        F is D, or 2 D where windows overlap.
+        """
+        return self.kv_proj(x), self.gate_proj(x)
+
+    def pool(
+        self, kv: Float[Array, "B S F"], gate: Float[Array, "B S F"], layout: WindowLayout, table: RopeTable
+    ) -> Float[Array, "B C D"]:
+        """Entries of projected tokens: see `__call__` and `project`."""
+        pooled = pool_windows(kv, gate, self.position_bias[...], layout, overlap=self.overlap)
         return apply_rope(self.kv_norm(pooled.astype(self.dtype)).astype(self.dtype), table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
-from foveal.config import AttentionConfig
+from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Visibility
 from foveal.nn.compressor import Compressor
 from foveal.nn.parameters import Numerics, linear
@@ -97,3 +97,22 @@ class IndexedCompressor(Compressor):
             rngs=rngs,
         )
         self.indexer = LightningIndexer(config, numerics=numerics, rngs=rngs)
+
+
+def compressor_of(
+    config: AttentionConfig, layer_type: LayerType, numerics: Numerics, rngs: nnx.Rngs
+) -> Compressor | None:
+    """The compressor that a layer type has: none, one with an indexer, or a plain one."""
+    if layer_type is LayerType.SLIDING:
+        return None
+    if layer_type is LayerType.CSA:
+        return IndexedCompressor(config, numerics=numerics, rngs=rngs)
+    return Compressor(
+        config.hidden_size,
+        config.head_dim,
+        ratio=config.hca_ratio,
+        overlap=False,
+        epsilon=config.rms_norm_eps,
+        numerics=numerics,
+        rngs=rngs,
+    )

@@ -19,7 +19,7 @@ from foveal.typing import Array, Bool, Float, Int, Int32, Precision
 @overload
 def core_attention(
     q: Float[Array, "B S H D"],
-    kv: Float[Array, "B S D"],
+    kv: Float[Array, "B N D"],
     entries: Float[Array, "B C D"] | None = None,
     *,
     visibility: Visibility,
@@ -35,7 +35,7 @@ def core_attention(
 @overload
 def core_attention(
     q: Float[Array, "B S H D"],
-    kv: Float[Array, "B S D"],
+    kv: Float[Array, "B N D"],
     entries: Float[Array, "B C D"] | None = None,
     *,
     visibility: Visibility,
@@ -50,7 +50,7 @@ def core_attention(
 
 def core_attention(
     q: Float[Array, "B S H D"],
-    kv: Float[Array, "B S D"],
+    kv: Float[Array, "B N D"],
     entries: Float[Array, "B C D"] | None = None,
     *,
     visibility: Visibility,
@@ -74,7 +74,7 @@ def core_attention(
 
     Args:
         q: queries, [B, S, H, D].
-        kv: raw keys = values, [B, S, D], in q's dtype.
+        kv: raw keys = values, [B, N, D], in q's dtype; N = `visibility.raw_keys`, which is S but for a cache's history.
         entries: compressed keys = values by slot, [B, C, D], in q's dtype; None only where `visibility` has no slots.
         visibility: who sees what.
         indices: integers [B, S, K], the slots each query may use, the same for all heads: any order; -1, slots out of
@@ -97,13 +97,13 @@ def core_attention(
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
-    out, lse = backend(_isolate_non_finite(_canonical(request)))
+    out, lse = backend(_isolate_non_finite(_taken_out(_canonical(request))))
     return (out, lse) if return_lse else out
 
 
 def explain(
     q: Float[Array, "B S H D"],
-    kv: Float[Array, "B S D"],
+    kv: Float[Array, "B N D"],
     entries: Float[Array, "B C D"] | None = None,
     *,
     visibility: Visibility,
@@ -163,11 +163,11 @@ def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibili
         raise ValueError(f"q: expected [B, S, H, D] with (B, S) = {visibility.documents.shape}, got shape {q.shape}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: expected a floating dtype, got {q.dtype}")
-    batch, length, _, dim = q.shape
+    batch, dim = q.shape[0], q.shape[3]
     if dim < 1:
         raise ValueError(f"q: expected [B, S, H, D] with D >= 1, got shape {q.shape}")
-    if kv.shape != (batch, length, dim):
-        raise ValueError(f"kv: expected [B, S, D] = {(batch, length, dim)}, got shape {kv.shape}")
+    if kv.shape != (batch, visibility.raw_keys, dim):
+        raise ValueError(f"kv: expected [B, N, D] = {(batch, visibility.raw_keys, dim)}, got shape {kv.shape}")
     if kv.dtype != q.dtype:
         raise ValueError(f"kv: expected q's dtype {q.dtype}, got {kv.dtype}")
     if entries is None:
@@ -176,7 +176,7 @@ def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibili
         return
     if entries.shape != (batch, visibility.slots, dim):
         raise ValueError(
-            f"entries: expected [B, C, D] = {(batch, visibility.slots, dim)} (C = S // compress_ratio), "
+            f"entries: expected [B, C, D] = {(batch, visibility.slots, dim)} (C = visibility.slots), "
             f"got shape {entries.shape}"
         )
     if entries.dtype != q.dtype:
@@ -203,6 +203,26 @@ def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> 
     indices = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), indices)
     repeated = jnp.pad(indices[..., 1:] == indices[..., :-1], ((0, 0), (0, 0), (1, 0)))
     return jnp.where(repeated | (indices == slots), -1, indices)
+
+
+def _taken_out(request: AttentionRequest) -> AttentionRequest:
+    """The call on its selected entries alone, where few queries select from many: a token that is decoded.
+
+    Everything after this looks at all entries, if only to see whether they are finite.
+    """
+    indices, entries, visibility = request.indices, request.entries, request.visibility
+    if indices is None or entries is None or indices.shape[1] * indices.shape[2] >= entries.shape[1]:
+        return request
+    batch, length, count = indices.shape
+    slots = jnp.maximum(indices, 0).reshape(batch, length * count, 1)
+    place = jnp.arange(length * count, dtype=jnp.int32).reshape(1, length, count)
+    return dataclasses.replace(
+        request,
+        entries=jnp.take_along_axis(entries, slots, axis=1, mode="promise_in_bounds"),
+        indices=jnp.where(indices >= 0, place, -1),
+        # The indices alone say who sees which: `_canonical` has left none that its query does not see.
+        visibility=dataclasses.replace(visibility, compress_ratio=0, capacity=length * count),
+    )
 
 
 def _isolate_non_finite(request: AttentionRequest) -> AttentionRequest:

@@ -39,7 +39,8 @@ def select_entries(
     No gradient flows through the choice.
 
     Scores exist for one block of queries and of entries at a time, heads summed, up to the last entry that the block
-    sees: memory is linear in S. Queries that see no more than `top_k` entries are not scored.
+    sees: memory is linear in S. Queries that see no more than `top_k` entries are not scored, unless all are of one
+    block.
 
     Args:
         q: indexer queries after RoPE, [B, S, I, J].
@@ -64,11 +65,15 @@ def select_entries(
         return jnp.zeros((batch, length, chosen), jnp.int32)
     q, weights, keys = jax.lax.stop_gradient((q, weights, keys))
     plan = _Plan.of(batch, length, heads, slots, chosen, block_size, precision)
-    index = _Index(q, weights.astype(jnp.float32), jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
+    weights = weights.astype(jnp.float32)
+    if plan.at_once:
+        return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen)
+    index = _Index(q, weights, jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
     def step(i: Array, out: Array) -> Array:
         row = jnp.minimum(i * plan.queries, length - plan.queries)
-        return jax.lax.dynamic_update_slice_in_dim(out, _block(plan, index.at(row, plan.queries)), row, axis=1)
+        slots = _block(plan, index.at(row, plan.queries), index.largest)
+        return jax.lax.dynamic_update_slice_in_dim(out, slots, row, axis=1)
 
     start = varying(jnp.zeros((batch, length, chosen), jnp.int32), (index, q))
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // plan.queries)), step, start)
@@ -76,12 +81,17 @@ def select_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static: queries and entries of a block, K."""
+    """What is static: queries and entries of a block, K.
+
+    `at_once`: one block has all queries, a few tokens that are decoded, say. Each key is then looked at once, to be
+    scored: to transpose all of them first, or to see how large they are, would cost as much.
+    """
 
     queries: int
     entries: int
     chosen: int
     precision: Precision
+    at_once: bool
 
     @classmethod
     def of(
@@ -100,7 +110,8 @@ class _Plan:
         rows, entries, ranks = (1 << 10, 1 << 8, 1 << 22) if cpu else (1 << 15, 1 << 10, 1 << 24)
         if block_size is None:
             block_size = max(8, min(rows // heads, ranks // slots) // batch)
-        return cls(min(block_size, length), min(entries, slots), chosen, precision)
+        at_once = length <= block_size and chosen < slots
+        return cls(min(block_size, length), min(entries, slots), chosen, precision, at_once)
 
 
 class _Index(NamedTuple):
@@ -115,24 +126,23 @@ class _Index(NamedTuple):
     def at(self, row: Array, size: int) -> _Block:
         """The queries [row, row + size) of all batch rows."""
         q, weights = (jax.lax.dynamic_slice_in_dim(array, row, size, axis=1) for array in (self.q, self.weights))
-        return _Block(q, weights, self.keys, self.largest, self.visibility.tile(row, size))
+        return _Block(q, weights, self.keys, self.visibility.tile(row, size))
 
 
 class _Block(NamedTuple):
-    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C]; what they see."""
+    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C] or, `at_once`, [B, C, J]; what they see."""
 
     q: Array
     weights: Array
     keys: Array
-    largest: Array
     ranges: TileRanges
 
 
-def _block(plan: _Plan, block: _Block) -> Array:
+def _block(plan: _Plan, block: _Block, largest_key: Array) -> Array:
     """int32 [B, T, K]: the chosen slots."""
     batch, queries, heads, dim = block.q.shape
     # Without overflow and NaN no score is NaN, and what is seen is chosen where there is no choice.
-    largest = _largest(block.q) * block.largest * _largest(block.weights) * (heads * dim)
+    largest = _largest(block.q) * largest_key * _largest(block.weights) * (heads * dim)
     first, end = block.ranges.entry_first, block.ranges.entry_end
     no_choice = ((end - first).max() <= plan.chosen) & (largest < _LARGEST)
 
@@ -154,12 +164,13 @@ _NEVER = np.iinfo(np.int32).min
 def _ranks(plan: _Plan, block: _Block) -> Array:
     """int32 [B, T, C], in the order of the scores."""
     batch, queries, heads = block.q.shape[:3]
-    slots = block.keys.shape[2]
+    axis, product = (1, "btij,bcj->btic") if plan.at_once else (2, "btij,bjc->btic")
+    slots = block.keys.shape[axis]
 
     def step(j: Array, ranks: Array) -> Array:
         column = jnp.minimum(j * plan.entries, slots - plan.entries)
-        keys = jax.lax.dynamic_slice_in_dim(block.keys, column, plan.entries, axis=2)
-        dots = jnp.einsum("btij,bjc->btic", block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
+        keys = jax.lax.dynamic_slice_in_dim(block.keys, column, plan.entries, axis=axis)
+        dots = jnp.einsum(product, block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)

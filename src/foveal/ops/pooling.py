@@ -71,9 +71,9 @@ def _softmax_weighted_sum(value: Array, logit: Array) -> Array:
 
 
 def _check_shapes(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, overlap: bool) -> None:
-    if kv.ndim != 3 or kv.shape[0] != layout.start.shape[0] or kv.shape[1] // layout.ratio != layout.slots:
+    if kv.ndim != 3 or kv.shape[:2] != (layout.start.shape[0], layout.rows):
         raise ValueError(
-            f"kv: expected [B, S, F] with B = {layout.start.shape[0]} and S // {layout.ratio} = {layout.slots}, "
+            f"kv: expected [B, S, F] with (B, S) = {(layout.start.shape[0], layout.rows)} as the layout, "
             f"got shape {kv.shape}"
         )
     if gate.shape != kv.shape:

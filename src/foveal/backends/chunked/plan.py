@@ -76,7 +76,7 @@ class Plan:
         return cls(
             query_block=query_block,
             entry_block=min(entry_block, slots) if slots else 0,
-            window_columns=min(-(-columns // 16) * 16, length),
+            window_columns=min(-(-columns // 16) * 16, request.visibility.raw_keys),
             stream_up_to=request.indices.shape[2] * 3 // 2 if request.indices is not None else 0,
             gather_block=1 if cpu else query_block,
             entries=how,

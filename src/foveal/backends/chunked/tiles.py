@@ -136,8 +136,8 @@ def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
 
 
 def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
-    """First row of the tile's window columns, which end with its last query."""
-    row = tile.row + plan.query_block - plan.window_columns
+    """First raw key of the tile's window columns, which end with its last query's own."""
+    row = operands.visibility.history + tile.row + plan.query_block - plan.window_columns
     return jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
 
 

@@ -46,6 +46,8 @@ class _SplashBackend(Backend):
             return f"its kernels take float32 and bfloat16, not {request.q.dtype}"
         if request.precision not in (None, "default", jax.lax.Precision.DEFAULT):
             return "its kernels have no choice of matmul precision"
+        if request.visibility.continues:
+            return "its masks are for keys of the same rows as the queries, not for a cache's"
         return None
 
     def _attend(self, request: AttentionRequest, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:

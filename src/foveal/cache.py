@@ -1,0 +1,380 @@
+"""The decode state of a layer: what a token that comes later needs of those that came before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from foveal.config import AttentionConfig, LayerType, as_layer_type
+from foveal.geometry import WindowLayout
+from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype
+
+
+class CompressorState(NamedTuple):
+    """What a compressor keeps: all entries so far, and the last tokens' projections, of which entries will be made.
+
+    Attributes:
+        entries: [B, C, D] in the layer's dtype, by slot.
+        kv: values [B, P, F] of the last P tokens in float32, a ring: position p is in row p % P.
+        gate: their gates, the same.
+    """
+
+    entries: Float[Array, "B C D"]
+    kv: Float[Array, "B P F"]
+    gate: Float[Array, "B P F"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionCache:
+    """The decode state of one layer for B rows, each a sequence of its own length. A pytree of static shapes.
+
+    Build it with `init` or `CompressedAttention.init_cache`; `CompressedAttention.prefill` and `decode` return it with
+    tokens appended. What a row holds is said by its length alone: whatever stands in the arrays beyond it, NaN
+    included, changes nothing. DeepSeek-V4 technical report, arXiv 2606.19348, section 3.5.1.
+
+    Attributes:
+        lengths: int32 [B], tokens of each row.
+        undoable: int32 [B], how many of them `rollback` can still take back.
+        window: raw keys [B, W + max_rollback, D], a ring: position p is in row p % (W + max_rollback).
+        compressor: the compressor's state; None in a sliding layer.
+        indexer: the indexer's, whose entries are its keys; None but in a CSA layer.
+        capacity: tokens that a row can hold. Static.
+        max_rollback: how many tokens can be taken back at once. Static.
+    """
+
+    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+
+    lengths: Int32[Array, " B"]
+    undoable: Int32[Array, " B"]
+    window: Float[Array, "B N D"]
+    compressor: CompressorState | None
+    indexer: CompressorState | None
+    capacity: int = dataclasses.field(metadata={"static": True})
+    max_rollback: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def init(
+        cls,
+        config: AttentionConfig,
+        layer_type: LayerType | str,
+        *,
+        batch: int,
+        capacity: int,
+        max_rollback: int = 0,
+        dtype: DTypeLike = jnp.float32,
+    ) -> AttentionCache:
+        """An empty cache.
+
+        Args:
+            config: sizes.
+            layer_type: of the layer.
+            batch: B.
+            capacity: tokens that a row can hold, prompt included.
+            max_rollback: how many tokens `rollback` must be able to take back at once: as many as are drafted and may
+                be refused. Each costs one raw key and one projected token a layer.
+            dtype: the layer's.
+
+        Raises:
+            ValueError: `batch`, `capacity` or `max_rollback` below 0, or an unknown layer type.
+        """
+        for name, value in (("batch", batch), ("capacity", capacity), ("max_rollback", max_rollback)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
+        layer_type = as_layer_type("layer_type", layer_type)
+        ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
+
+        def state(width: int) -> CompressorState:
+            rows = _history(ratio, overlap=overlap) + 1 + max_rollback
+            # Two arrays, not one twice: each must be its own to be donated.
+            kv, gate = (
+                jnp.zeros((batch, rows, 2 * width if overlap else width), accumulation_dtype(dtype)) for _ in range(2)
+            )
+            return CompressorState(jnp.zeros((batch, capacity // ratio, width), dtype), kv, gate)
+
+        return cls(
+            lengths=jnp.zeros((batch,), jnp.int32),
+            undoable=jnp.zeros((batch,), jnp.int32),
+            window=jnp.zeros((batch, config.sliding_window + max_rollback, config.head_dim), dtype),
+            compressor=None if layer_type is LayerType.SLIDING else state(config.head_dim),
+            indexer=state(config.index_head_dim) if layer_type is LayerType.CSA else None,
+            capacity=int(capacity),
+            max_rollback=int(max_rollback),
+        )
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, B rows together; of `jax.eval_shape`'s placeholders too."""
+        return sum(self.bytes_by_part().values())
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes of each part: window, entries, index_keys, compressor_state, indexer_state, lengths."""
+        parts: dict[str, Any] = {"window": self.window}
+        if self.compressor is not None:
+            parts |= {"entries": self.compressor.entries, "compressor_state": self.compressor[1:]}
+        if self.indexer is not None:
+            parts |= {"index_keys": self.indexer.entries, "indexer_state": self.indexer[1:]}
+        parts["lengths"] = (self.lengths, self.undoable)
+        return {
+            name: sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(part))
+            for name, part in parts.items()
+        }
+
+    def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> AttentionCache:
+        """Rows made empty, for new sequences: all, or those where `rows`, bool [B], is True.
+
+        Only lengths change. What the arrays held stays there until it is overwritten, and nothing reads it.
+
+        Raises:
+            ValueError: `rows` is not bool [B].
+        """
+        if rows is None:
+            keep = jnp.zeros_like(self.lengths)
+        else:
+            if getattr(rows, "shape", None) != (self.batch,) or rows.dtype != bool:
+                raise ValueError(f"rows: expected bool [B] = {(self.batch,)}, got {_described(rows)}")
+            keep = jnp.where(jnp.asarray(rows), 0, 1).astype(jnp.int32)
+        return dataclasses.replace(self, lengths=self.lengths * keep, undoable=self.undoable * keep)
+
+    def reorder(self, order: Int[Array, " N"] | np.ndarray) -> AttentionCache:
+        """The rows `order`, integers [N], in that order: left out, repeated (beam search) or moved.
+
+        Raises:
+            ValueError: `order` is not integers [N], or, where it is concrete, names a row that there is not. A traced
+                one is clipped to the rows there are.
+        """
+        if len(getattr(order, "shape", ())) != 1 or not jnp.issubdtype(order.dtype, jnp.integer):
+            raise ValueError(f"order: expected integers [N], got {_described(order)}")
+        if not isinstance(order, Tracer):
+            values = np.asarray(order)
+            if values.size and not 0 <= values.min() <= values.max() < self.batch:
+                raise ValueError(f"order: expected rows from 0 to {self.batch - 1}, got {values.tolist()}")
+        index = jnp.asarray(order).astype(jnp.int32)
+        return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), self)
+
+    def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> AttentionCache:
+        """The cache before its last `count` tokens: as if they had never been, exactly.
+
+        Args:
+            count: how many, one for all rows or integers [B], each at most the row's `undoable`: that many tokens
+                have come since the last rollback, up to `max_rollback`, less what has been taken back.
+
+        Raises:
+            ValueError: not such a number or, where it and the cache are concrete, negative or more than can be taken
+                back. Where one is traced, rows go back as far as they can.
+        """
+        values = np.asarray(count) if not isinstance(count, Tracer) else count
+        if isinstance(count, bool) or not jnp.issubdtype(values.dtype, jnp.integer):
+            raise ValueError(f"count: expected an integer or integers [B], got {_described(count)}")
+        if values.shape not in ((), (self.batch,)):
+            raise ValueError(f"count: expected an integer or integers [B] = {(self.batch,)}, got {_described(count)}")
+        if isinstance(values, np.ndarray):
+            if (values < 0).any():
+                raise ValueError(f"count: expected no negative number, got {values.tolist()}")
+            if not isinstance(self.undoable, Tracer) and (values > np.asarray(self.undoable)).any():
+                raise ValueError(
+                    f"count: expected at most what can be taken back, {np.asarray(self.undoable).tolist()} "
+                    f"(max_rollback is {self.max_rollback}), got {values.tolist()}"
+                )
+        count = jnp.clip(jnp.asarray(values).astype(jnp.int32), 0, self.undoable)
+        return dataclasses.replace(self, lengths=self.lengths - count, undoable=self.undoable - count)
+
+    def recent_keys(self, count: int) -> Float[Array, "B T D"]:
+        """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer."""
+        return _recent(self.window, self.lengths, count)
+
+    def extended(
+        self,
+        counts: Int32[Array, " B"],
+        kv: Float[Array, "B T D"],
+        compressor: CompressorState | None,
+        indexer: CompressorState | None,
+    ) -> AttentionCache:
+        """With `counts` tokens more a row, the first of T: their raw keys and the states after them (`extended_state`).
+
+        Args:
+            counts: int32 [B], each at most T and at most what the row has room for.
+            kv: raw keys after RoPE, [B, T, D].
+            compressor: the compressor's state.
+            indexer: the indexer's.
+        """
+        return dataclasses.replace(
+            self,
+            lengths=self.lengths + counts,
+            undoable=jnp.minimum(self.undoable + counts, self.max_rollback),
+            window=_pushed(self.window, kv, self.lengths, counts),
+            compressor=compressor,
+            indexer=indexer,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheStack:
+    """The caches of several layers, whose rows are the same sequences. A pytree; indexes and iterates like a tuple.
+
+    Attributes:
+        layers: one cache a layer.
+    """
+
+    layers: tuple[AttentionCache, ...]
+
+    @classmethod
+    def init(
+        cls,
+        config: AttentionConfig,
+        *,
+        batch: int,
+        capacity: int,
+        max_rollback: int = 0,
+        dtype: DTypeLike = jnp.float32,
+    ) -> CacheStack:
+        """Empty caches for every layer of `config`; see `AttentionCache.init`.
+
+        Raises:
+            ValueError: as `AttentionCache.init`.
+        """
+        sizes: Any = {"batch": batch, "capacity": capacity, "max_rollback": max_rollback, "dtype": dtype}
+        return cls(tuple(AttentionCache.init(config, kind, **sizes) for kind in config.layer_types))
+
+    def __getitem__(self, layer: int) -> AttentionCache:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[AttentionCache]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def lengths(self) -> Int32[Array, " B"]:
+        """int32 [B], tokens of each row."""
+        return self.layers[0].lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(cache.nbytes for cache in self.layers)
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes of each part (see `AttentionCache.bytes_by_part`), all layers together."""
+        total: dict[str, int] = {}
+        for cache in self.layers:
+            for name, size in cache.bytes_by_part().items():
+                total[name] = total.get(name, 0) + size
+        return total
+
+    def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> CacheStack:
+        """`AttentionCache.reset` of every layer."""
+        return CacheStack(tuple(cache.reset(rows) for cache in self.layers))
+
+    def reorder(self, order: Int[Array, " N"] | np.ndarray) -> CacheStack:
+        """`AttentionCache.reorder` of every layer."""
+        return CacheStack(tuple(cache.reorder(order) for cache in self.layers))
+
+    def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> CacheStack:
+        """`AttentionCache.rollback` of every layer."""
+        return CacheStack(tuple(cache.rollback(count) for cache in self.layers))
+
+
+def _history(ratio: int, *, overlap: bool) -> int:
+    """Earlier tokens that an entry may still be made of: the open window's and, overlapped, those of the one before."""
+    return (2 * ratio if overlap else ratio) - 1
+
+
+class Completing(NamedTuple):
+    """Projected tokens, those before the new ones first, and the windows that the new ones complete.
+
+    Attributes:
+        kv: values [B, history + T, F].
+        gate: gates, the same.
+        layout: the windows.
+    """
+
+    kv: Float[Array, "B N F"]
+    gate: Float[Array, "B N F"]
+    layout: WindowLayout
+
+
+def completing(
+    state: CompressorState,
+    lengths: Int32[Array, " B"],
+    counts: Int32[Array, " B"],
+    kv: Float[Array, "B T F"],
+    gate: Float[Array, "B T F"],
+    *,
+    ratio: int,
+    overlap: bool,
+) -> Completing:
+    """What to pool when `counts` of T new tokens, projected to `kv` and `gate`, follow `lengths` earlier ones."""
+    history = _history(ratio, overlap=overlap)
+
+    def joined(ring: Array, new: Array) -> Array:
+        return jnp.concatenate([_recent(ring, lengths, history).astype(new.dtype), new], axis=1)
+
+    layout = WindowLayout.continuing(lengths, counts, kv.shape[1], ratio, history=history)
+    return Completing(joined(state.kv, kv), joined(state.gate, gate), layout)
+
+
+def extended_state(
+    state: CompressorState,
+    lengths: Int32[Array, " B"],
+    counts: Int32[Array, " B"],
+    kv: Float[Array, "B T F"],
+    gate: Float[Array, "B T F"],
+    layout: WindowLayout,
+    entries: Float[Array, "B N D"],
+) -> CompressorState:
+    """The state with new tokens, and the entries of the windows that they complete, each in its slot."""
+    slots = state.entries.shape[1]
+    nowhere = slots + jnp.arange(layout.slots, dtype=jnp.int32)[None]
+    slot = jnp.where(layout.valid, layout.positions // layout.ratio, nowhere)
+    return CompressorState(
+        _put(state.entries, slot, entries),
+        _pushed(state.kv, kv, lengths, counts),
+        _pushed(state.gate, gate, lengths, counts),
+    )
+
+
+def _recent(ring: Array, lengths: Array, count: int) -> Array:
+    """[B, count, F]: the rows of positions [length - count, length); anything for those below 0."""
+    row = jnp.mod(lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None], ring.shape[1])
+    return jnp.take_along_axis(ring, row[:, :, None], axis=1, mode="promise_in_bounds")
+
+
+def _pushed(ring: Array, rows: Array, lengths: Array, counts: Array) -> Array:
+    """The ring with the first `counts` of T rows behind `lengths` earlier ones; in place under jit."""
+    size = ring.shape[1]
+    index = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32)[None], rows.shape[:2])
+    if rows.shape[1] > size:  # of so many only the last stay
+        first = jnp.clip(counts - size, 0, rows.shape[1] - size)
+        index = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        rows = jnp.take_along_axis(rows, index[:, :, None], axis=1, mode="promise_in_bounds")
+    row = jnp.where(index < counts[:, None], jnp.mod(lengths[:, None] + index, size), size + index)
+    return _put(ring, row, rows)
+
+
+def _put(array: Array, index: Array, rows: Array) -> Array:
+    """`array` [B, N, F] with rows [B, T, F] at index [B, T], dropped where that is past the end; none comes twice.
+
+    Mapped over the batch, so that it stays sharded.
+    """
+    return jax.vmap(lambda a, i, r: a.at[i].set(r.astype(a.dtype), mode="drop", unique_indices=True))(
+        array, index, rows
+    )
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{value.dtype} of shape {shape}" if shape is not None else repr(value)

@@ -1,0 +1,108 @@
+"""`foveal cache`: what the decode state of a model takes."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+
+import jax
+
+from foveal.cache import AttentionCache, CacheStack
+from foveal.cli.console import make_console
+from foveal.cli.errors import require
+from foveal.cli.numbers import int_between
+from foveal.cli.presets import PRESETS
+from foveal.config import AttentionConfig, LayerType
+
+_DESCRIPTION = """\
+Prints the bytes of the caches of a model's layers by part, from the arrays' own shapes; nothing is allocated. Entries
+and index keys grow with the length, all else is of one size.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `foveal cache`."""
+    summary = "print the bytes of a model's decode state, part by part"
+    parser = subparsers.add_parser("cache", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="flash", help="whose sizes (default: flash)")
+    lengths = int_between(0, 1 << 30)
+    add("--length", type=lengths, default=1 << 20, metavar="N", help="tokens a row can hold (default: 1048576)")
+    add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
+    add(
+        "--max-rollback",
+        type=int_between(0, 1 << 16),
+        default=0,
+        metavar="N",
+        help="tokens that can be taken back, as speculative decoding does (default: 0)",
+    )
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the layers (default: bfloat16)")
+    add("--json", action="store_true", help="print a line of JSON a part instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table.
+
+    Raises:
+        CliError: rich is missing.
+    """
+    config = PRESETS[args.preset]()
+    stack = _shapes(config, args)
+    rows = _rows(config, stack)
+    if args.json:
+        for part, by_type in rows.items():
+            print(json.dumps({"part": part, **by_type, "total": sum(by_type.values())}))
+        return 0
+    require(("rich",), "demo")
+    from rich.table import Table
+
+    kinds = {kind: config.layer_types.count(kind) for kind in LayerType if kind in config.layer_types}
+    table = Table("part", *(f"{n} {_short(kind)}" for kind, n in kinds.items()), "all", "bytes a token")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    tokens = args.batch * args.length
+    for part, by_type in rows.items():
+        total = sum(by_type.values())
+        cells = (_size(by_type.get(str(kind), 0)) for kind in kinds)
+        per_token = f"{total / tokens:,.1f}" if tokens else "-"
+        table.add_row(part, *cells, _size(total), per_token, end_section=part == list(rows)[-2])
+    console = make_console()
+    console.print(f"{args.preset}: {args.batch} x {args.length} tokens, {args.dtype}, rollback of {args.max_rollback}")
+    console.print(table)
+    return 0
+
+
+def _shapes(config: AttentionConfig, args: argparse.Namespace) -> CacheStack:
+    return jax.eval_shape(
+        lambda: CacheStack.init(
+            config, batch=args.batch, capacity=args.length, max_rollback=args.max_rollback, dtype=args.dtype
+        )
+    )
+
+
+def _rows(config: AttentionConfig, stack: CacheStack) -> dict[str, dict[str, int]]:
+    """Bytes by part and layer type, and the sum of all parts last."""
+    parts: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
+    for kind, cache in zip(config.layer_types, stack, strict=True):
+        assert isinstance(cache, AttentionCache)
+        for part, size in cache.bytes_by_part().items():
+            parts[part][str(kind)] += size
+    total: dict[str, int] = collections.defaultdict(int)
+    for by_type in parts.values():
+        for kind, size in by_type.items():
+            total[kind] += size
+    return {**{part: dict(by_type) for part, by_type in parts.items()}, "total": dict(total)}
+
+
+def _short(kind: LayerType) -> str:
+    return {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}[kind]
+
+
+def _size(size: int) -> str:
+    """In the unit that keeps it short."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B" if size else "-"

@@ -1,0 +1,58 @@
+"""The example generates what the trained model, run on all of the text at once, says comes next."""
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from examples import generate, train_tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Orbax's event loops
+PROMPTS = ["The ", 'The "with" statement']
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of a model that has learned nothing, so that no byte is far likelier than all others."""
+    out = tmp_path_factory.mktemp("untrained")
+    trainer = train_tiny.Trainer(train_tiny.CONFIG, 1e-3, 0)
+    with ocp.CheckpointManager(out / "checkpoints") as manager:
+        state = ocp.args.StandardSave(trainer.initial)
+        manager.save(1, args=ocp.args.Composite(state=state, log=ocp.args.JsonSave({"rows": []})))
+    return out
+
+
+def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, capsys):
+    arguments = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    found = generate.main([*arguments, "--bytes", "40", "--temperature", "0", "--out", str(folder)])
+    loaded = generate.load(folder)
+    model = nnx.merge(loaded.graph, loaded.params)
+    for prompt, drawn in zip(PROMPTS, found.tokens, strict=True):
+        text = np.array([*prompt.encode(), *drawn])[None]
+        logits, _ = model(jnp.asarray(text), jnp.ones_like(text), "top_k")
+        logits = np.asarray(logits)[0, len(prompt) - 1 : -1]
+        # What was drawn is the likeliest, but for rounding.
+        np.testing.assert_allclose(logits[np.arange(40), drawn], logits.max(axis=1), rtol=1e-4)
+    printed = capsys.readouterr().out
+    assert "this cache" in printed
+    assert all(prompt in printed for prompt in PROMPTS)
+    # 3 layers, keys and values of 4 heads of 32, float32.
+    assert "3,072" in printed
+    assert found.cache_bytes < 2 * 3072 * found.capacity
+
+
+def test_the_seed_and_the_temperature_count(folder):
+    def drawn(*more: str) -> list:
+        return generate.main(["--bytes", "12", "--out", str(folder), *more]).tokens.tolist()
+
+    assert drawn("--seed", "1") == drawn("--seed", "1")
+    assert drawn("--seed", "1") != drawn("--seed", "2")
+    assert drawn("--temperature", "0", "--seed", "1") == drawn("--temperature", "0", "--seed", "2")
+
+
+@pytest.mark.parametrize("bad", [["--bytes", "0"], ["--prompt", ""], ["--temperature", "-1"], ["--out", "nowhere"]])
+def test_what_cannot_be(bad, capsys):
+    with pytest.raises(SystemExit):
+        generate.main(bad)
+    assert f"{bad[0]}: " in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Rows that continue a document see what the same rows of the whole document see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foveal.geometry import Documents, Visibility, WindowLayout
+
+SIZE = 9  # new rows
+WHOLE = 40
+
+
+def row(length, count):
+    return jnp.array([length], jnp.int32), jnp.array([count], jnp.int32)
+
+
+@given(
+    length=st.integers(0, WHOLE - SIZE),
+    count=st.integers(0, SIZE),
+    window=st.integers(1, 12),
+    ratio=st.integers(1, 12),
+    spare=st.integers(0, 5),
+)
+def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio, spare):
+    documents = Documents.continuing(*row(length, count), SIZE)
+    capacity = WHOLE // ratio + spare
+    visibility = Visibility(documents, window, ratio, history=window - 1, capacity=capacity)
+    assert (visibility.raw_keys, visibility.slots) == (SIZE + window - 1, capacity)
+    whole = Visibility(Documents.unpacked(1, WHOLE), window, ratio)
+    rows = slice(length, length + count)
+    np.testing.assert_array_equal(documents.positions[0, :count], np.arange(length, length + count))
+    np.testing.assert_array_equal(documents.is_padding[0], np.arange(SIZE) >= count)
+    # Column i is row length - (window - 1) + i of the whole.
+    before = np.pad(np.asarray(whole.window_mask())[0, rows], ((0, 0), (window - 1, 0)))
+    np.testing.assert_array_equal(
+        visibility.window_mask()[0, :count, : window - 1 + count], before[:, length : length + window - 1 + count]
+    )
+    np.testing.assert_array_equal(visibility.window_mask()[0, :count, window - 1 + count :], False)
+    entries = np.pad(np.asarray(whole.entry_mask())[0, rows], ((0, 0), (0, capacity - whole.slots)))
+    np.testing.assert_array_equal(visibility.entry_mask()[0, :count], entries)
+    np.testing.assert_array_equal(visibility.dense()[0, count:], False)
+
+    tile = visibility.tile(3, 4)
+    for part, full in zip(tile, (*visibility.window_range, *visibility.entry_range), strict=True):
+        np.testing.assert_array_equal(part, full[:, 3:7])
+    seen = np.flatnonzero(np.asarray(visibility.entry_mask())[0, 3:7].any(axis=0))
+    if seen.size:
+        first, end = tile.slots
+        assert first <= seen[0]
+        assert end == seen[-1] + 1
+
+
+@given(length=st.integers(0, WHOLE - SIZE), count=st.integers(0, SIZE), ratio=st.integers(1, 12), overlap=st.booleans())
+def test_they_complete_the_windows_that_the_whole_row_has(length, count, ratio, overlap):
+    history = (2 * ratio if overlap else ratio) - 1
+    layout = WindowLayout.continuing(*row(length, count), SIZE, ratio, history=history)
+    done = [w for w in range(WHOLE // ratio) if length < (w + 1) * ratio <= length + count]
+    np.testing.assert_array_equal(np.asarray(layout.positions)[layout.valid], np.array(done, int) * ratio)
+    # Rows of the call numbered as in the whole document.
+    numbers = jnp.arange(length - history, length + SIZE, dtype=jnp.int32)[None, :, None]
+    assert layout.rows == numbers.shape[1]
+    windows = np.asarray(layout.gather(numbers))[np.asarray(layout.valid), :, 0]
+    np.testing.assert_array_equal(windows, np.arange(ratio)[None] + np.array(done, int).reshape(-1, 1) * ratio)
+    if overlap:
+        previous = np.asarray(layout.gather(numbers, shift=-1))[np.asarray(layout.has_previous), :, 0]
+        np.testing.assert_array_equal(previous, windows[np.array(done, int) > 0] - ratio)
+
+
+def test_lengths_and_counts_are_data():
+    traces = 0
+
+    @jax.jit
+    def counted(length, count):
+        nonlocal traces
+        traces += 1
+        documents = Documents.continuing(length, count, SIZE)
+        return Visibility(documents, 4, 2, history=3, capacity=20).entry_counts
+
+    for length, count in ((0, 0), (5, 2), (30, 9)):
+        got = counted(*row(length, count))
+        np.testing.assert_array_equal(got[0, :count], [(p + 1) // 2 for p in range(length, length + count)])
+    assert traces == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("history", -1), ("history", None), ("capacity", -1), ("capacity", 2.0), ("capacity", True)]
+)
+def test_numbers_that_cannot_be(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}: expected an int >= 0, got {value}"):
+        Visibility(Documents.unpacked(1, 4), 4, 2, **{field: value})

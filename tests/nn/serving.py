@@ -1,0 +1,50 @@
+"""A layer behind a cache as functions compiled once, and what they must equal."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from foveal import AttentionCache, AttentionConfig, CompressedAttention
+from foveal.testing.generators import random_params
+from foveal.testing.parameters import set_params
+
+CONFIG = AttentionConfig.tiny()
+
+
+class Served:
+    """A layer with random parameters. Chunks are padded to one of a few sizes, so that few programs are compiled."""
+
+    def __init__(self, layer_type, *, dtype=jnp.float32, seed=0, sizes=(1, 4, 48), **changes):
+        self.config = dataclasses.replace(CONFIG, **changes)
+        self.layer = CompressedAttention(
+            self.config, layer_type=layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
+        )
+        set_params(self.layer, random_params(self.config, layer_type, seed))
+        self.sizes = sizes
+        self._append = jax.jit(self.layer.prefill)
+        self._full = jax.jit(self.layer)
+
+    def full(self, x) -> np.ndarray:
+        """One pass over whole rows [B, S, E]."""
+        return np.asarray(self._full(jnp.asarray(x)))
+
+    def append(self, cache: AttentionCache, chunks: list[np.ndarray], *, pad=np.nan):
+        """Each row's chunk [n, E] behind what it holds: the rows' outputs [n, E], and the cache."""
+        longest = max(map(len, chunks))
+        size = next(size for size in self.sizes if size >= longest)
+        x = np.full((len(chunks), size, self.config.hidden_size), pad, np.float32)
+        for row, chunk in enumerate(chunks):
+            x[row, : len(chunk)] = chunk
+        lengths = np.array([len(chunk) for chunk in chunks], np.int32)
+        out, cache = self._append(cache, jnp.asarray(x), jnp.asarray(lengths))
+        out = np.asarray(out)
+        for row, length in enumerate(lengths):
+            np.testing.assert_array_equal(out[row, length:], 0.0)
+        return [out[row, :length] for row, length in enumerate(lengths)], cache
+
+
+served = functools.cache(Served)

@@ -1,0 +1,452 @@
+"""Prefill and decode are one full pass, however the rows are cut and whatever was taken back in between.
+
+The full pass itself is checked in test_attention.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foveal import AttentionConfig, CacheStack, CompressedAttention, LayerType, left_aligned, unpack
+from foveal.testing.generators import random_hidden
+from foveal.testing.numerics import assert_close
+from tests.nn.serving import CONFIG, served
+
+LENGTH, CAPACITY, ROLLBACK = 48, 50, 5
+FLASH = AttentionConfig.deepseek_v4_flash()
+REAL = {name: getattr(FLASH, name) for name in ("csa_ratio", "hca_ratio", "sliding_window", "rope", "compress_rope")}
+REAL |= {"index_topk": 16}
+# Windows of one token, of all that a row has, and as wide as the raw window; all entries selected, and one.
+SHAPES = [{}, {"sliding_window": 1, "csa_ratio": 1, "hca_ratio": 3}, {"sliding_window": 5, "hca_ratio": 5}]
+SHAPES += [{"csa_ratio": 3, "index_topk": 1, "sliding_window": 64}, {"index_topk": 100, "hca_ratio": 48}]
+
+
+def every_layer_type(test):
+    return pytest.mark.parametrize("layer_type", tuple(LayerType))(test)
+
+
+def text(seed, *, rows=3, length=LENGTH, config=CONFIG):
+    return random_hidden(seed, rows, length, config.hidden_size)
+
+
+@every_layer_type
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_every_split_of_a_row(layer_type, changes):
+    """Row b holds b tokens, then all of them get what is left, in one chunk: every phase of every window."""
+    layer = served(layer_type, **changes)
+    row = text(1, rows=1)[0]
+    want = layer.full(row[None])[0]
+    cache = layer.layer.init_cache(LENGTH + 1, LENGTH)
+    splits = range(LENGTH + 1)
+    before, cache = layer.append(cache, [row[:split] for split in splits])
+    after, cache = layer.append(cache, [row[split:] for split in splits])
+    for split in splits:
+        assert_close(np.concatenate([before[split], after[split]]), want, np.float32, what=f"split at {split}")
+    np.testing.assert_array_equal(cache.lengths, LENGTH)
+
+
+@every_layer_type
+def test_every_prompt_then_token_by_token(layer_type):
+    layer, steps = served(layer_type), 12
+    row = text(2, rows=1)[0]
+    want = layer.full(row[None])[0]
+    prompts = range(LENGTH - steps + 1)
+    out, cache = layer.append(layer.layer.init_cache(len(prompts), LENGTH), [row[:n] for n in prompts])
+    for step in range(steps):
+        more, cache = layer.append(cache, [row[n + step : n + step + 1] for n in prompts])
+        for n in prompts:
+            assert_close(more[n], want[n + step : n + step + 1], np.float32, what=f"prompt of {n}, step {step}")
+    for n in prompts:
+        assert_close(out[n], want[:n], np.float32)
+
+
+@pytest.mark.slow
+@every_layer_type
+def test_prompts_around_the_real_windows(layer_type):
+    """Ratios 4 and 128, window 128: prompts of 0, 1, m - 1, m, m + 1, W - 1, W and W + 1 tokens, in one batch."""
+    layer = served(layer_type, sizes=(1, 3, 260), **REAL)
+    row = text(3, rows=1, length=268)[0]
+    want = layer.full(row[None])[0]
+    prompts = [0, 1, 3, 4, 5, 127, 128, 129, 255, 256, 257]
+    out, cache = layer.append(layer.layer.init_cache(len(prompts), 300), [row[:n] for n in prompts])
+    for i, n in enumerate(prompts):
+        assert_close(out[i], want[:n], np.float32, what=f"prompt of {n}")
+    done = np.array(prompts)
+    for size in (1, 3, 1, 1):
+        more, cache = layer.append(cache, [row[n : n + size] for n in done])
+        for i, n in enumerate(done):
+            assert_close(more[i], want[n : n + size], np.float32, what=f"prompt of {prompts[i]}, {size} at {n}")
+        done = done + size
+    # The shortest catches up with the longest, which sits out.
+    more, cache = layer.append(cache, [row[n : done[-1]] for n in done])
+    for i, n in enumerate(done):
+        assert_close(more[i], want[n : done[-1]], np.float32, what=f"from {n}")
+
+
+# One step of a session: what happens to each row, in that order.
+STEP = st.fixed_dictionaries(
+    {
+        "back": st.lists(st.integers(0, ROLLBACK), min_size=3, max_size=3),
+        "reset": st.lists(st.sampled_from([False, False, False, True]), min_size=3, max_size=3),
+        "order": st.none() | st.lists(st.integers(0, 2), min_size=3, max_size=3),
+        "tokens": st.one_of(
+            st.lists(st.integers(0, 1), min_size=3, max_size=3),
+            st.lists(st.integers(0, 4), min_size=3, max_size=3),
+            st.lists(st.integers(0, LENGTH), min_size=3, max_size=3),
+        ),
+    }
+)
+
+
+@every_layer_type
+@settings(max_examples=20)
+@given(steps=st.lists(STEP, min_size=2, max_size=8), seed=st.integers(0, 2**20))
+def test_any_session_is_a_full_pass_over_what_is_left(layer_type, steps, seed):
+    """Rows of different lengths are appended to, taken back, emptied, moved and repeated, with new tokens each time."""
+    layer, rng = served(layer_type), np.random.default_rng(seed)
+    rows: list[np.ndarray] = [np.zeros((0, CONFIG.hidden_size), np.float32)] * 3
+    cache = layer.layer.init_cache(3, CAPACITY, max_rollback=ROLLBACK)
+    undoable = [0, 0, 0]
+    for step in steps:
+        back = np.minimum(step["back"], undoable)
+        cache = cache.rollback(back)
+        rows = [row[: len(row) - n] for row, n in zip(rows, back, strict=True)]
+        undoable = [u - int(n) for u, n in zip(undoable, back, strict=True)]
+        cache = cache.reset(np.array(step["reset"]))
+        rows = [row[:0] if gone else row for row, gone in zip(rows, step["reset"], strict=True)]
+        undoable = [0 if gone else u for u, gone in zip(undoable, step["reset"], strict=True)]
+        if step["order"] is not None:
+            cache = cache.reorder(np.array(step["order"]))
+            rows, undoable = ([old[i] for i in step["order"]] for old in (rows, undoable))
+        counts = [min(n, LENGTH - len(row)) for n, row in zip(step["tokens"], rows, strict=True)]
+        chunks = [rng.normal(size=(n, CONFIG.hidden_size)).astype(np.float32) for n in counts]
+        out, cache = layer.append(cache, chunks)
+        rows = [np.concatenate(pair) for pair in zip(rows, chunks, strict=True)]
+        undoable = [min(u + n, ROLLBACK) for u, n in zip(undoable, counts, strict=True)]
+        np.testing.assert_array_equal(cache.lengths, [len(row) for row in rows])
+        np.testing.assert_array_equal(cache.undoable, undoable)
+        padded = np.stack([np.pad(row, ((0, LENGTH - len(row)), (0, 0))) for row in rows])
+        want = layer.full(padded)
+        for i, (row, n) in enumerate(zip(rows, counts, strict=True)):
+            assert_close(out[i], want[i, len(row) - n : len(row)], np.float32, what=f"row {i}")
+
+
+@every_layer_type
+def test_what_lies_beyond_a_row_changes_no_bit(layer_type):
+    """NaN in every slot that the row's length does not vouch for, and in what other rows hold."""
+    layer = served(layer_type)
+    x = text(4)
+    _, cache = layer.append(layer.layer.init_cache(3, CAPACITY), [x[0, :21], x[1, :5], x[2, :0]])
+    config = layer.config
+    ratio, lengths = config.compress_ratio(layer_type), np.asarray(cache.lengths)
+
+    def ring(array, needed):
+        rows = array.shape[1]
+        keep = np.zeros(array.shape[:2], bool)
+        for b, length in enumerate(lengths):
+            keep[b, [p % rows for p in range(max(length - needed, 0), length)]] = True
+        return jnp.where(keep[:, :, None], array, jnp.nan)
+
+    def state(old, needed):
+        complete = np.arange(old.entries.shape[1])[None] < (lengths // ratio)[:, None]
+        entries = jnp.where(complete[:, :, None], old.entries, jnp.nan)
+        return type(old)(entries, ring(old.kv, needed), ring(old.gate, needed))
+
+    poisoned = {"window": ring(cache.window, config.sliding_window - 1)}
+    if cache.compressor is not None:
+        needed = 2 * ratio - 1 if cache.indexer is not None else ratio - 1
+        poisoned["compressor"] = state(cache.compressor, needed)
+        if cache.indexer is not None:
+            poisoned["indexer"] = state(cache.indexer, needed)
+    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(poisoned))
+    chunks = [x[0, 21:25], x[1, 5:8], x[2, :4]]
+    want, want_cache = layer.append(cache, chunks)
+    dirty = type(cache)(**{**{f: getattr(cache, f) for f in cache.__dataclass_fields__}, **poisoned})
+    got, dirty = layer.append(dirty, chunks)
+    for step in range(3):  # and what is stored from now on is as clean
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+        more = [x[0, 25 + step : 26 + step], x[1, 8 + step : 9 + step], x[2, 4 + step : 5 + step]]
+        got, dirty = layer.append(dirty, more)
+        want, want_cache = layer.append(want_cache, more)
+
+
+@every_layer_type
+def test_rows_do_not_touch_each_other(layer_type):
+    layer, x = served(layer_type), text(5)
+    cache = layer.layer.init_cache(3, CAPACITY)
+    out, filled = layer.append(cache, [x[0, :30], x[1, :7], x[2, :13]])
+    other, refilled = layer.append(cache, [x[2, :9], x[1, :7], np.full_like(x[0, :20], np.nan)])
+    np.testing.assert_array_equal(other[1], out[1])
+    token = [x[1, 7:8]] * 3
+    np.testing.assert_array_equal(layer.append(filled, token)[0][1], layer.append(refilled, token)[0][1])
+
+
+def test_bfloat16_is_near_float32():
+    for layer_type in LayerType:
+        layer, wide, x = served(layer_type, dtype=jnp.bfloat16), served(layer_type), text(6)
+        want = wide.full(x)
+        # Which entries are selected may differ by rounding: all of them are.
+        layer = served(layer_type, dtype=jnp.bfloat16, index_topk=100)
+        want = served(layer_type, index_topk=100).full(x)
+        cache = layer.layer.init_cache(3, CAPACITY)
+        assert cache.window.dtype == jnp.bfloat16
+        out, cache = layer.append(cache, list(x[:, :30]))
+        more, _ = layer.append(cache, list(x[:, 30:]))
+        assert_close(np.concatenate([np.stack(out), np.stack(more)], axis=1), want, jnp.bfloat16)
+
+
+@every_layer_type
+def test_one_program_serves_a_generation_in_place(layer_type):
+    """300 tokens: one trace, the donated cache's buffers reused, and the same outputs as a full pass."""
+    steps, layer = 300, served(layer_type, csa_ratio=4, hca_ratio=8)
+    x = text(7, rows=2, length=steps)
+    traces = 0
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(cache, token):
+        nonlocal traces
+        traces += 1
+        return layer.layer.decode(cache, token)
+
+    cache = layer.layer.init_cache(2, steps)
+    outputs = []
+    for i in range(steps):
+        old = cache
+        out, cache = step(cache, jnp.asarray(x[:, i : i + 1]))
+        outputs.append(out)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert traces == 1
+    assert_close(jnp.concatenate(outputs, axis=1), layer.full(x), np.float32)
+    memory = step.lower(cache, jnp.asarray(x[:, :1])).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache.nbytes
+
+
+@pytest.mark.parametrize("layer_type", [LayerType.HCA, LayerType.CSA])
+def test_a_decoding_step_copies_nothing_of_the_cache(layer_type):
+    """Temporaries grow with the capacity by an index score and a rank a slot, not by keys."""
+    layer = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
+    ratio = CONFIG.compress_ratio(layer_type)
+
+    def planned(capacity):
+        cache = jax.eval_shape(lambda: layer.init_cache(1, capacity))
+        token = jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.float32)
+        compiled = jax.jit(layer.decode, donate_argnums=0).lower(cache, token).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    slots = (1 << 18) // ratio
+    grown = planned(1 << 18) - planned(1 << 12)
+    key = 4 * (CONFIG.index_head_dim if layer_type is LayerType.CSA else CONFIG.head_dim)
+    assert grown < (0.5 if layer_type is LayerType.CSA else 3) * key * slots
+
+
+def test_tokens_beyond_the_capacity():
+    """Where lengths are known, an error; where they are traced, padding: nothing is written over."""
+    for layer_type in LayerType:
+        layer, x = served(layer_type), text(8)
+        cache = layer.layer.init_cache(3, 26)
+        _, cache = layer.append(cache, [x[0, :26], x[1, :24], x[2, :3]])
+        with pytest.raises(ValueError, match=r"^lengths: expected at most what the cache has room for, \[0, 2, 23\]"):
+            layer.layer.decode(cache, jnp.asarray(x[:, :4]))
+        more, full = jax.jit(layer.layer.decode)(cache, jnp.asarray(x[:, 24:28]))
+        np.testing.assert_array_equal(full.lengths, [26, 26, 7])
+        np.testing.assert_array_equal(more[0], 0.0)
+        np.testing.assert_array_equal(more[1, 2:], 0.0)
+        assert_close(more[1, :2], layer.full(x[1:2])[0, 24:26], np.float32)
+        assert (more[2] != 0).any(axis=-1).all()
+        # The full row still holds what it held.
+        back, _ = jax.jit(layer.layer.decode)(cache.rollback(0), jnp.asarray(x[:, :1]))
+        np.testing.assert_array_equal(back[0], 0.0)
+
+
+def test_rollback_goes_as_far_as_promised_and_no_further():
+    layer, x = served(LayerType.CSA), text(9)
+    cache = layer.layer.init_cache(3, CAPACITY, max_rollback=3)
+    _, cache = layer.append(cache, [x[0, :10], x[1, :2], x[2, :0]])
+    np.testing.assert_array_equal(cache.undoable, [3, 2, 0])
+    with pytest.raises(ValueError, match=r"^count: expected at most what can be taken back, \[3, 2, 0\]"):
+        cache.rollback(np.array([0, 0, 1]))
+    cache = cache.rollback(np.array([2, 2, 0]))
+    np.testing.assert_array_equal(cache.lengths, [8, 0, 0])
+    with pytest.raises(ValueError, match=r"^count: expected at most"):
+        cache.rollback(2)
+    traced = jax.jit(lambda c, n: c.rollback(n))(cache, jnp.array([2, 2, 2]))
+    np.testing.assert_array_equal(traced.lengths, [7, 0, 0])
+    np.testing.assert_array_equal(traced.undoable, [0, 0, 0])
+
+
+def test_packed_and_left_padded_prompts():
+    layer, x = served(LayerType.CSA), text(10)
+    lengths = [7, 0, 30]
+    packed = np.concatenate([x[row, :n] for row, n in enumerate(lengths)])
+    rows = unpack(packed, np.cumsum([0, *lengths]), max_length=48)
+    left = np.zeros_like(x)
+    for row, n in enumerate(lengths):
+        left[row, LENGTH - n :] = x[row, :n]
+    aligned = left_aligned(left, np.array(lengths))
+    cache = layer.layer.init_cache(3, CAPACITY)
+    want = layer.full(x)
+    for values, counts in (rows, aligned):
+        out, filled = layer.layer.prefill(cache, values, counts)
+        np.testing.assert_array_equal(filled.lengths, lengths)
+        for row, n in enumerate(lengths):
+            assert_close(out[row, :n], want[row, :n], np.float32)
+
+
+@every_layer_type
+def test_under_vmap_and_sharded_over_the_batch(layer_type):
+    layer, x = served(layer_type), text(11, rows=4)
+    cache = layer.layer.init_cache(4, CAPACITY)
+    lengths = jnp.array([20, 3, 0, 13])
+    want, want_cache = jax.jit(layer.layer.prefill)(cache, jnp.asarray(x[:, :20]), lengths)
+
+    one_each = jax.tree.map(lambda leaf: leaf[:, None], cache)
+    mapped, mapped_cache = jax.jit(jax.vmap(layer.layer.prefill))(
+        one_each, jnp.asarray(x[:, None, :20]), lengths[:, None]
+    )
+    assert_close(mapped[:, 0], want, np.float32)
+    np.testing.assert_array_equal(mapped_cache.lengths[:, 0], want_cache.lengths)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_row = jax.NamedSharding(mesh, jax.P("data"))
+    placed, tokens, counts = jax.device_put((cache, jnp.asarray(x[:, :20]), lengths), by_row)
+    step = jax.jit(layer.layer.prefill, out_shardings=by_row)
+    out, sharded = step(placed, tokens, counts)
+    assert_close(out, want, np.float32)
+    compiled = step.lower(sharded, tokens[:, :1], jnp.minimum(counts, 1)).compile()
+    assert "all-gather" not in compiled.as_text()
+    token, _ = step(sharded, tokens[:, :1], jnp.minimum(counts, 1))
+    want_token, _ = jax.jit(layer.layer.prefill)(want_cache, jnp.asarray(x[:, :1]), jnp.minimum(lengths, 1))
+    assert_close(token, want_token, np.float32)
+
+
+def test_a_stack_of_layers_is_a_cache_of_each():
+    layers = [CompressedAttention(CONFIG, i, rngs=nnx.Rngs(i)) for i in range(CONFIG.num_layers)]
+    x = jnp.asarray(text(12))
+
+    def model(x, caches=None, lengths=None):
+        new = []
+        for i, layer in enumerate(layers):
+            if caches is None:
+                more = layer(x)
+            else:
+                more, cache = layer.prefill(caches[i], x, lengths)
+                new.append(cache)
+            x = x + more
+        return x, CacheStack(tuple(new))
+
+    want, _ = model(x)
+    step = jax.jit(model)
+    stack = CacheStack.init(CONFIG, batch=3, capacity=CAPACITY, max_rollback=4)
+    assert len(stack) == 3
+    assert stack.nbytes == sum(cache.nbytes for cache in stack)
+    out, stack = step(x[:, :30], stack, jnp.full((3,), 30))
+    assert_close(out, want[:, :30], np.float32)
+    _, stack = step(x[:, 5:9], stack, jnp.array([4, 1, 0]))
+    stack = stack.rollback(np.array([4, 1, 0])).reorder(np.array([2, 0, 1]))
+    x, want = x[np.array([2, 0, 1])], want[np.array([2, 0, 1])]
+    out, stack = step(x[:, 30:34], stack, jnp.full((3,), 4))
+    assert_close(out, want[:, 30:34], np.float32)
+    stack = stack.reset(np.array([True, False, False]))
+    np.testing.assert_array_equal(stack.lengths, [0, 34, 34])
+
+
+@pytest.mark.parametrize("layer_type", [LayerType.HCA, LayerType.CSA])
+def test_at_a_million_tokens(layer_type):
+    """As `dense` has it, from a cache of random keys: 131072 and 262144 entries, the last of them complete or not."""
+    layer, rng = served(layer_type).layer, np.random.default_rng(0)
+    capacity = 1 << 20
+    cache = layer.init_cache(1, capacity)
+    cache = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if leaf.ndim == 3 else leaf, cache
+    )
+    x = jnp.asarray(text(13, rows=1, length=3))
+    for length in (capacity - 3, capacity - 8, 999_999):
+        held = dataclasses.replace(cache, lengths=jnp.array([length]))
+        want, _ = jax.jit(functools.partial(layer.decode, implementation="dense"))(held, x)
+        got, after = jax.jit(layer.decode)(held, x)
+        assert_close(got, want, np.float32)
+        np.testing.assert_array_equal(after.lengths, length + 3)
+
+
+def test_a_long_row_and_then_a_token():
+    """Past 4096 tokens, where an index that was kept too narrow or a table that was too short would show."""
+    for layer_type in LayerType:
+        layer = served(layer_type, sizes=(1, 4200), index_topk=16)
+        x = text(14, rows=1, length=4203)
+        want = layer.full(x)[0, 4200:]
+        _, cache = layer.append(layer.layer.init_cache(1, 4203), [x[0, :4200]])
+        for step in range(3):
+            out, cache = layer.append(cache, [x[0, 4200 + step : 4201 + step]])
+            assert_close(out[0], want[step : step + 1], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda layer, cache, x: layer.decode(cache, x[:, 0]), r"^x: expected \[B, S, 64\], got shape \(3, 64\)"),
+        (lambda layer, cache, x: layer.decode(cache, x.astype(int)), r"^x: expected a floating dtype, got int"),
+        (lambda layer, cache, x: layer.decode(None, x), r"^cache: expected an AttentionCache, got NoneType"),
+        (lambda layer, cache, x: layer.decode(cache, x[:2]), r"^cache: expected one .* for 2 rows, .*'\.?lengths"),
+        (
+            lambda layer, cache, x: layer.prefill(cache, x, np.array([1, 2])),
+            r"^lengths: expected integers \[B\] = \(3,",
+        ),
+        (
+            lambda layer, cache, x: layer.prefill(cache, x, np.zeros(3)),
+            r"^lengths: expected integers \[B\] = \(3,\), got f",
+        ),
+        (lambda layer, cache, x: layer.prefill(cache, x, 2), r"^lengths: expected integers \[B\] = \(3,\), got 2"),
+        (
+            lambda layer, cache, x: layer.prefill(cache, x, np.array([0, 5, 0])),
+            r"^lengths: expected 0 to 4, the tokens",
+        ),
+        (
+            lambda layer, cache, x: layer.prefill(cache, x, np.array([0, -1, 0])),
+            r"^lengths: expected 0 to 4, the tokens",
+        ),
+        (lambda layer, cache, x: layer.decode(cache, x, implementation="splash"), "cannot do this"),
+        (
+            lambda layer, cache, x: layer.decode(cache, x, implementation="best"),
+            "^implementation: expected None or one",
+        ),
+    ],
+)
+def test_calls_that_cannot_be(call, message, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    layer = served(LayerType.CSA).layer
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        call(layer, layer.init_cache(3, CAPACITY), jnp.asarray(text(0)[:, :4]))
+
+
+def test_a_cache_of_another_layer(monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    x = jnp.asarray(text(0)[:, :4])
+    caches = {kind: served(kind).layer.init_cache(3, CAPACITY) for kind in LayerType}
+    for kind in LayerType:
+        for other, cache in caches.items():
+            if other is not kind:
+                with pytest.raises(ValueError, match=rf"^cache: expected one that this {kind.value} layer's"):
+                    served(kind).layer.decode(cache, x)
+    narrow = CompressedAttention(CONFIG, layer_type=LayerType.HCA, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^cache: expected .*bfloat16.*, got .*float32"):
+        narrow.decode(caches[LayerType.HCA], x)
+
+
+def test_no_tokens_at_all():
+    for layer_type in LayerType:
+        layer = served(layer_type).layer
+        cache = layer.init_cache(3, CAPACITY)
+        out, after = layer.prefill(cache, jnp.zeros((3, 0, CONFIG.hidden_size)))
+        assert out.shape == (3, 0, CONFIG.hidden_size)
+        np.testing.assert_array_equal(after.lengths, 0)
+        none = layer.init_cache(0, CAPACITY)
+        out, _ = layer.prefill(none, jnp.zeros((0, 4, CONFIG.hidden_size)))
+        assert out.shape == (0, 4, CONFIG.hidden_size)

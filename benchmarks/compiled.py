@@ -24,6 +24,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
     "dynamic-default": ("--seq", "4096,65536,131072", "--implementation", "splash_dynamic"),
     "layer-backward": ("--what", "layer", "--seq", "4096,65536,131072", "--backward"),
     "csa-backward": (*_CSA, "--seq", "4096,32768,65536,131072", "--backward"),
+    "csa-loss": (*_CSA, "--seq", "32768,65536", "--backward", "--indexer-loss"),
     "time": ("--seq", "4096,131072", "--backward", "--no-cycles"),
     **{target: ("--target", target, "--seq", "4096,32768", "--backward") for target in ("v5e", "v6e", "tpu7x")},
 }

@@ -52,14 +52,14 @@ def decoding(layer: CompressedAttention, capacity: int, position: int, steps: in
         for leaf in jax.tree.leaves(layer.init_cache(1, capacity))
         if leaf.ndim == 3
     }
-    held = jax.tree.map(lambda leaf: random.get(leaf.shape, leaf) + 0, layer.init_cache(1, capacity))
+    held = jax.tree.map(lambda leaf: jnp.array(random.get(leaf.shape, leaf)), layer.init_cache(1, capacity))
 
     def run() -> object:
         nonlocal held
-        held = dataclasses.replace(held, lengths=jnp.full((1,), position, jnp.int32))
+        held, out = dataclasses.replace(held, lengths=jnp.full((1,), position, jnp.int32)), token
         for _ in range(steps):
             out, held = step(held, token)
-        return out.block_until_ready()
+        return jax.block_until_ready(out)
 
     return run
 
@@ -74,10 +74,10 @@ def prompts(layer: CompressedAttention, length: int, chunk: int) -> dict[str, Ca
         return layer.init_cache(1, length)
 
     def in_chunks() -> object:
-        cache = empty()
+        cache, out = empty(), x
         for piece in pieces:
             out, cache = prefill(cache, piece)
-        return out.block_until_ready()
+        return jax.block_until_ready(out)
 
     return {
         "pass": lambda: whole(x).block_until_ready(),

@@ -1,5 +1,6 @@
 """What every test runs under: eight CPU devices, strict promotion, reproducible randomness."""
 
+import collections
 import os
 import zlib
 
@@ -27,6 +28,25 @@ hypothesis.settings.register_profile("deep", _EVERYWHERE, derandomize=False, max
 # For a quick pass on another Python.
 hypothesis.settings.register_profile("quick", _EVERYWHERE, derandomize=True, max_examples=10)
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--every N` is for a quick pass: on another Python, or while one works."""
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of a test's cases run the first and each N-th")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what `--every` leaves out: which cases these are does not depend on the worker."""
+    every = int(config.getoption("--every") or 1)
+    seen: collections.Counter[str] = collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if seen[test] % every else kept).append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture

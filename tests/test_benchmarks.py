@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks import compiled, contenders, indexer, measure, report, tiles
+from benchmarks import compiled, contenders, indexer, measure, report, serving, tiles
 from benchmarks.cases import Case, suite
 from foveal import LayerType
 
@@ -250,3 +250,18 @@ def test_the_indexers_row():
 def test_the_indexers_resident_memory():
     """Of a small case, so next to nothing; a megabyte is the allocator's own grain."""
     assert indexer.resident_growth(indexer.Case(512, 2, 8, 16)) < 64 << 20
+
+
+# ------------------------------------------------------------------------------------------------------------ the cache
+
+
+def test_a_step_and_a_prompt_behind_a_cache():
+    """What is timed runs, and a prompt in chunks ends as one pass does."""
+    layer = serving.make_layer("hca", 256)
+    out = np.asarray(serving.decoding(layer, 256, 100, steps=2)())
+    assert out.shape == (1, 1, layer.config.hidden_size)
+    assert np.isfinite(out).all()
+    runs = serving.prompts(layer, 256, 64)
+    whole, prefill, chunks = (np.asarray(runs[name]()) for name in ("pass", "prefill", "chunks"))
+    np.testing.assert_allclose(prefill, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(chunks, whole[:, -64:], rtol=1e-5, atol=1e-5)

@@ -54,6 +54,7 @@ def test_no_two_arrays_are_one_buffer():
 
 def test_no_capacity_for_an_entry():
     cache = AttentionCache.init(CONFIG, LayerType.HCA, batch=1, capacity=CONFIG.hca_ratio - 1)
+    assert cache.compressor is not None
     assert cache.compressor.entries.shape == (1, 0, CONFIG.head_dim)
 
 

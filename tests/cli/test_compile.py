@@ -1,6 +1,7 @@
 """`foveal compile`."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -67,6 +68,26 @@ def test_the_table(capsys, monkeypatch):
     assert main(["compile", "--seq", "4096", "--implementation", "chunked"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "4096" in line)
     assert line.split() == ["4096", "chunked", "compiles", "-", "-", "-", "3.00", "0.00", "2.25", "250.00"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "implementation", "dumped"),
+    [("hca", "splash", True), ("csa", "splash_dynamic", False), ("hca", "chunked", False), ("csa", "chunked", False)],
+)
+def test_schedules_are_written_only_where_cycles_come_of_them(layer, implementation, dumped, monkeypatch):
+    """They double the compiler's time."""
+    seen = []
+
+    def run(arguments, **options):
+        seen.append((arguments, options["env"].get("LIBTPU_INIT_ARGS", "")))
+        return subprocess.CompletedProcess(arguments, 0, stdout="{}", stderr="")
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    case = command.CompileCase("v5e", "core", layer, "tiny", 512, implementation, False, 1, "bfloat16", ())
+    command._in_a_process(case, 60, cycles=True)
+    ((arguments, flags),) = seen
+    assert ("--dump" in arguments) == bool(flags) == dumped
 
 
 def test_a_compiler_that_dies_or_hangs_is_a_verdict(monkeypatch):

@@ -209,7 +209,7 @@ def test_left_padding_goes_to_the_right(rng):
         (lambda x: unpack(x, np.array([[0, 7]])), r"^cu_seqlens: expected rank 1"),
         (lambda x: unpack(x, np.zeros(0, int)), r"^cu_seqlens: expected at least the leading 0"),
         (lambda x: unpack(x, np.array([0, 3, 5]), max_length=2), r"^max_length: expected at least 3"),
-        (lambda x: unpack(np.float32(1), np.array([0])), r"^x: expected \[S, ...\]"),
+        (lambda x: unpack(np.zeros(()), np.array([0])), r"^x: expected \[S, ...\]"),
         (lambda x: jax.jit(lambda e: unpack(x, e))(np.array([0, 2])), r"^max_length: expected an int >= 0 \(needed"),
         (lambda x: left_aligned(x, np.array([0] * 5)), r"^lengths: expected \[B\] = \(6,\), got shape \(5,\)"),
         (lambda x: left_aligned(x, np.array([0] * 5 + [3])), r"^lengths: expected 0 to 2"),

@@ -5,6 +5,7 @@ The full pass itself is checked in test_attention.py.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -191,10 +192,8 @@ def test_rows_do_not_touch_each_other(layer_type):
 
 def test_bfloat16_is_near_float32():
     for layer_type in LayerType:
-        layer, wide, x = served(layer_type, dtype=jnp.bfloat16), served(layer_type), text(6)
-        want = wide.full(x)
         # Which entries are selected may differ by rounding: all of them are.
-        layer = served(layer_type, dtype=jnp.bfloat16, index_topk=100)
+        layer, x = served(layer_type, dtype=jnp.bfloat16, index_topk=100), text(6)
         want = served(layer_type, index_topk=100).full(x)
         cache = layer.layer.init_cache(3, CAPACITY)
         assert cache.window.dtype == jnp.bfloat16
@@ -226,6 +225,7 @@ def test_one_program_serves_a_generation_in_place(layer_type):
     assert traces == 1
     assert_close(jnp.concatenate(outputs, axis=1), layer.full(x), np.float32)
     memory = step.lower(cache, jnp.asarray(x[:, :1])).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= cache.nbytes
 
 
@@ -239,12 +239,15 @@ def test_a_decoding_step_copies_nothing_of_the_cache(layer_type):
         cache = jax.eval_shape(lambda: layer.init_cache(1, capacity))
         token = jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.float32)
         compiled = jax.jit(layer.decode, donate_argnums=0).lower(cache, token).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     slots = (1 << 18) // ratio
     grown = planned(1 << 18) - planned(1 << 12)
     key = 4 * (CONFIG.index_head_dim if layer_type is LayerType.CSA else CONFIG.head_dim)
-    assert grown < (0.5 if layer_type is LayerType.CSA else 3) * key * slots
+    # An HCA layer has a copy of its entries with those that are not finite zeroed.
+    assert grown < (0.25 if layer_type is LayerType.CSA else 1.25) * key * slots
 
 
 def test_tokens_beyond_the_capacity():
@@ -255,14 +258,15 @@ def test_tokens_beyond_the_capacity():
         _, cache = layer.append(cache, [x[0, :26], x[1, :24], x[2, :3]])
         with pytest.raises(ValueError, match=r"^lengths: expected at most what the cache has room for, \[0, 2, 23\]"):
             layer.layer.decode(cache, jnp.asarray(x[:, :4]))
-        more, full = jax.jit(layer.layer.decode)(cache, jnp.asarray(x[:, 24:28]))
+        decode = jax.jit(layer.layer.decode)
+        more, full = decode(cache, jnp.asarray(x[:, 24:28]))
         np.testing.assert_array_equal(full.lengths, [26, 26, 7])
         np.testing.assert_array_equal(more[0], 0.0)
         np.testing.assert_array_equal(more[1, 2:], 0.0)
         assert_close(more[1, :2], layer.full(x[1:2])[0, 24:26], np.float32)
         assert (more[2] != 0).any(axis=-1).all()
         # The full row still holds what it held.
-        back, _ = jax.jit(layer.layer.decode)(cache.rollback(0), jnp.asarray(x[:, :1]))
+        back, _ = decode(cache.rollback(0), jnp.asarray(x[:, :4]))
         np.testing.assert_array_equal(back[0], 0.0)
 
 
@@ -292,9 +296,9 @@ def test_packed_and_left_padded_prompts():
         left[row, LENGTH - n :] = x[row, :n]
     aligned = left_aligned(left, np.array(lengths))
     cache = layer.layer.init_cache(3, CAPACITY)
-    want = layer.full(x)
+    want, prefill = layer.full(x), jax.jit(layer.layer.prefill)
     for values, counts in (rows, aligned):
-        out, filled = layer.layer.prefill(cache, values, counts)
+        out, filled = prefill(cache, values, counts)
         np.testing.assert_array_equal(filled.lengths, lengths)
         for row, n in enumerate(lengths):
             assert_close(out[row, :n], want[row, :n], np.float32)
@@ -321,7 +325,11 @@ def test_under_vmap_and_sharded_over_the_batch(layer_type):
     out, sharded = step(placed, tokens, counts)
     assert_close(out, want, np.float32)
     compiled = step.lower(sharded, tokens[:, :1], jnp.minimum(counts, 1)).compile()
-    assert "all-gather" not in compiled.as_text()
+    # Between devices go shared loop bounds and conditions, scalars, and nothing of a row.
+    program = compiled.as_text() or ""
+    assert "all-reduce" in program
+    assert not re.search(r"all-gather|all-to-all|collective-permute", program)
+    assert set(re.findall(r" = (\S+) all-reduce\(", program)) <= {"s32[]", "pred[]"}
     token, _ = step(sharded, tokens[:, :1], jnp.minimum(counts, 1))
     want_token, _ = jax.jit(layer.layer.prefill)(want_cache, jnp.asarray(x[:, :1]), jnp.minimum(lengths, 1))
     assert_close(token, want_token, np.float32)
@@ -342,8 +350,8 @@ def test_a_stack_of_layers_is_a_cache_of_each():
             x = x + more
         return x, CacheStack(tuple(new))
 
-    want, _ = model(x)
     step = jax.jit(model)
+    want, _ = step(x)
     stack = CacheStack.init(CONFIG, batch=3, capacity=CAPACITY, max_rollback=4)
     assert len(stack) == 3
     assert stack.nbytes == sum(cache.nbytes for cache in stack)
@@ -386,6 +394,10 @@ def test_a_long_row_and_then_a_token():
         for step in range(3):
             out, cache = layer.append(cache, [x[0, 4200 + step : 4201 + step]])
             assert_close(out[0], want[step : step + 1], np.float32)
+
+
+def trace(layer, cache, x, implementation):
+    return jax.eval_shape(functools.partial(layer.decode, implementation=implementation), cache, x)
 
 
 @pytest.mark.parametrize(
@@ -444,9 +456,10 @@ def test_no_tokens_at_all():
     for layer_type in LayerType:
         layer = served(layer_type).layer
         cache = layer.init_cache(3, CAPACITY)
-        out, after = layer.prefill(cache, jnp.zeros((3, 0, CONFIG.hidden_size)))
+        prefill = jax.jit(layer.prefill)
+        out, after = prefill(cache, jnp.zeros((3, 0, CONFIG.hidden_size)))
         assert out.shape == (3, 0, CONFIG.hidden_size)
         np.testing.assert_array_equal(after.lengths, 0)
         none = layer.init_cache(0, CAPACITY)
-        out, _ = layer.prefill(none, jnp.zeros((0, 4, CONFIG.hidden_size)))
+        out, _ = prefill(none, jnp.zeros((0, 4, CONFIG.hidden_size)))
         assert out.shape == (0, 4, CONFIG.hidden_size)

@@ -92,6 +92,20 @@ def test_the_layer_computes_what_it_does_on_one_device(layer_type, sharded, pure
     assert_gradients_close({**named, "x": x_gradient}, want_gradients, np.float32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_type", LayerType)
+def test_a_prompt_and_tokens_through_a_cache(layer_type, sharded, pure_layer):
+    layer, params, x, _ = sharded(layer_type)
+    want = pure_layer(layer_type, **CHANGES).forward(params, x)
+    step, outputs = nnx.jit(lambda layer, cache, x: layer.prefill(cache, x)), []
+    with jax.set_mesh(layer.mesh):
+        (cache,) = layer.over_data(layer.layer.init_cache(*x.shape[:2]))
+        for chunk in (x[:, :64], x[:, 64:65], x[:, 65:66], x[:, 66:67]):
+            out, cache = step(layer.layer, cache, *layer.over_data(chunk))
+            outputs.append(out)
+    assert_close(np.concatenate(outputs, axis=1), want, np.float32)
+
+
 @pytest.mark.parametrize("layer_type", LayerType)
 def test_the_layer_gathers_neither_queries_nor_keys(layer_type, sharded):
     """Whatever the projections around it make XLA gather, it is nothing that attention is over."""

@@ -58,6 +58,11 @@ class CompileCase:
     compiler_options: tuple[tuple[str, str], ...] = ()
     indexer_loss: bool = False
 
+    @property
+    def has_cycles(self) -> bool:
+        """Whether cycles can be told: of Splash's kernels, whose tiles are known. The schedules take long to write."""
+        return self.implementation in ("splash", "splash_dynamic") and self.layer != "csa"
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal compile`."""
@@ -216,7 +221,7 @@ def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str,
     command = [sys.executable, "-m", "foveal.cli", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as directory:
-        if cycles:
+        if cycles and case.has_cycles:
             command += [_DUMP, directory]
             try:
                 flags = os.environ.get("LIBTPU_INIT_ARGS", ""), dump_flags(directory)

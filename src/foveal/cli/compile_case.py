@@ -90,7 +90,7 @@ def _kernel_cycles(
     case: CompileCase, implementation: str | Backend, dump: str, config: AttentionConfig, layer_type: LayerType
 ) -> int | None:
     """None where there are no Splash kernels, or their tiles are data."""
-    if not isinstance(implementation, Splash | SplashDynamic) or layer_type is LayerType.CSA:
+    if not case.has_cycles or not isinstance(implementation, Splash | SplashDynamic):
         return None
     axes = dict(case.mesh)
     batch, heads = case.batch // axes.get("data", 1), config.num_attention_heads // axes.get("tensor", 1)

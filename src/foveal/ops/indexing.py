@@ -241,8 +241,11 @@ def _slots_of(chosen: Array, count: int) -> Array:
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     place = jnp.where(chosen, _running_count(chosen) - 1, count + slot)  # past the end: dropped
     start = varying(jnp.full((batch, queries, count), -1, jnp.int32), chosen)
-    b, t = (jax.lax.broadcasted_iota(jnp.int32, (batch, queries, 1), axis) for axis in (0, 1))
-    return start.at[b, t, place].set(jnp.broadcast_to(slot, chosen.shape), mode="drop", unique_indices=True)
+
+    def put(row: Array, place: Array) -> Array:
+        return row.at[place].set(slot[0, 0], mode="drop", unique_indices=True)
+
+    return jax.vmap(jax.vmap(put))(start, place)  # mapped, not indexed by batch and queries: a sharded batch stays
 
 
 def _running_count(flags: Array) -> Array:

@@ -30,6 +30,8 @@ class Plan:
             are few).
         stream_up_to: where entries are gathered, a tile that sees no more of them streams all the same.
         gather_block: queries that gather at a time, a divisor of `query_block`: their keys should stay in the cache.
+        transpose: transpose all keys once for all tiles. Not where one tile has all queries, tokens that are decoded:
+            then that would cost as much as to attend to them.
         scale: of the logits.
         precision: of the matmuls.
         shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
@@ -44,6 +46,7 @@ class Plan:
     entries: str
     stream_up_to: int
     gather_block: int
+    transpose: bool
     scale: float
     precision: Precision
     shield: bool
@@ -79,6 +82,7 @@ class Plan:
             window_columns=min(-(-columns // 16) * 16, request.visibility.raw_keys),
             stream_up_to=request.indices.shape[2] * 3 // 2 if request.indices is not None else 0,
             gather_block=1 if cpu else query_block,
+            transpose=query_block < length,
             entries=how,
             scale=request.scale,
             precision=request.precision,

@@ -48,8 +48,8 @@ def _as_bits(array: Array) -> Array:
 class Keys(NamedTuple):
     """Keys for both matmuls: [B, N, D] to be summed and [B, D, N] to be scored.
 
-    A CPU's matmul wants them so; transposed once for all tiles they cost nothing, tile by tile a tenth of the time.
-    Gathered keys, [B, T, N, D], are each query's own and are not transposed: `columns` is None.
+    A CPU's matmul wants them so; transposed once for all tiles (`Plan.transpose`) they cost nothing, tile by tile a
+    tenth of the time. Gathered keys, [B, T, N, D], are each query's own and are not transposed: `columns` is None.
     """
 
     rows: Array
@@ -59,15 +59,14 @@ class Keys(NamedTuple):
     def of(cls, plan: Plan, rows: Array) -> Keys:
         """Keys [..., N, D], `stored`."""
         rows = stored(plan, rows)
-        return cls(rows, jnp.swapaxes(rows, -1, -2))
+        return cls(rows, jnp.swapaxes(rows, -1, -2) if plan.transpose else None)
 
     def slice(self, start: Array, size: int) -> Keys:
         """N = size of them, restored."""
-        assert self.columns is not None
-        return Keys(
-            restored(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1)),
-            restored(jax.lax.dynamic_slice_in_dim(self.columns, start, size, axis=2)),
-        )
+        rows = restored(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1))
+        if self.columns is None:
+            return Keys(rows, jnp.swapaxes(rows, -1, -2))
+        return Keys(rows, restored(jax.lax.dynamic_slice_in_dim(self.columns, start, size, axis=2)))
 
 
 class Tile(NamedTuple):

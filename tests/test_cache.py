@@ -78,6 +78,16 @@ def test_reorder_moves_all_that_a_row_has(order):
         assert (got.capacity, got.max_rollback) == (40, 4)
 
 
+def test_traced_numbers_saturate_before_they_are_narrowed():
+    """As far back as a row can go, however wide the integer that asks for more."""
+    cache = filled(LayerType.CSA)
+    for count in (3_000_000_000, 2**32, np.array([2**31, 2**33, 2**40])):
+        np.testing.assert_array_equal(jax.jit(lambda c, n=count: c.rollback(n))(cache).lengths, [5, 0, 29])
+    wide = jnp.full((3,), 4_294_967_295, jnp.uint32)
+    np.testing.assert_array_equal(jax.jit(lambda c, n: c.rollback(n))(cache, wide).lengths, [5, 0, 29])
+    np.testing.assert_array_equal(jax.jit(lambda c, o: c.reorder(o))(cache, wide).lengths, [31, 31, 31])
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Orbax closes its event loops when the process ends
 def test_a_stack_comes_back_from_orbax_as_it_was(tmp_path):
     stack = CacheStack(tuple(filled(kind, seed) for seed, kind in enumerate(LayerType)))
@@ -95,9 +105,10 @@ def test_a_stack_comes_back_from_orbax_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"batch": -1}, r"^batch: expected an int >= 0, got -1"),
-        ({"capacity": 1.5}, r"^capacity: expected an int >= 0, got 1.5"),
-        ({"max_rollback": True}, r"^max_rollback: expected an int >= 0, got True"),
+        ({"batch": -1}, r"^batch: expected an int >= 0 and below 2\*\*31, got -1"),
+        ({"capacity": 1.5}, r"^capacity: expected an int >= 0 and below 2\*\*31, got 1.5"),
+        ({"capacity": 2**31}, r"^capacity: expected an int >= 0 and below 2\*\*31, got 2147483648"),
+        ({"max_rollback": True}, r"^max_rollback: expected an int >= 0 .*, got True"),
         ({"layer_type": "hca"}, r"^layer_type: expected one of .*, got 'hca'"),
     ],
 )
@@ -113,8 +124,8 @@ def test_sizes_that_cannot_be(sizes, message, monkeypatch):
         (lambda c: c.reset(np.array([1, 0, 0])), r"^rows: expected bool \[B\] = \(3,\), got int64 of shape \(3,\)"),
         (lambda c: c.reset(np.array([True])), r"^rows: expected bool \[B\] = \(3,\), got bool of shape \(1,\)"),
         (lambda c: c.reset([True] * 3), r"^rows: expected bool \[B\] = \(3,\), got \[True, True, True\]"),
-        (lambda c: c.reorder(np.array([0, 3])), r"^order: expected rows from 0 to 2, got \[0, 3\]"),
-        (lambda c: c.reorder(np.array([-1])), r"^order: expected rows from 0 to 2, got \[-1\]"),
+        (lambda c: c.reorder(np.array([0, 3])), r"^order: expected rows of the 3 there are, got \[0, 3\]"),
+        (lambda c: c.reorder(np.array([-1])), r"^order: expected rows of the 3 there are, got \[-1\]"),
         (lambda c: c.reorder(np.array([0.0])), r"^order: expected integers \[N\], got float64 of shape \(1,\)"),
         (lambda c: c.reorder(2), r"^order: expected integers \[N\], got 2"),
         (lambda c: c.rollback(-1), r"^count: expected no negative number, got -1"),
@@ -122,6 +133,11 @@ def test_sizes_that_cannot_be(sizes, message, monkeypatch):
         (lambda c: c.rollback(np.array([5, 0, 0])), r"^count: expected at most .*max_rollback is 4\), got \[5, 0, 0\]"),
         (lambda c: c.rollback(np.array([1, 0])), r"^count: expected an integer or integers \[B\] = \(3,\)"),
         (lambda c: c.rollback(0.5), r"^count: expected an integer or integers \[B\], got 0.5"),
+        (
+            lambda c: c.rollback([[1], [1, 2]]),
+            r"^count: expected an integer or integers \[B\], got \[\[1\], \[1, 2\]\]",
+        ),
+        (lambda c: c.recent_keys(CONFIG.sliding_window + 1), r"^count: expected at most the sliding window, 8, got 9"),
         (lambda c: c.rollback(True), r"^count: expected an integer or integers \[B\], got True"),
     ],
 )

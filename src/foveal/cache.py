@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import WindowLayout
-from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype
+from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype, narrowed
 
 
 class CompressorState(NamedTuple):
@@ -78,15 +78,15 @@ class AttentionCache:
             batch: B.
             capacity: tokens that a row can hold, prompt included.
             max_rollback: how many tokens `rollback` must be able to take back at once: as many as are drafted and may
-                be refused. Each costs one raw key and one projected token a layer.
+                be refused. Each costs a raw key, and what a compressor and an indexer project of a token.
             dtype: the layer's.
 
         Raises:
-            ValueError: `batch`, `capacity` or `max_rollback` below 0, or an unknown layer type.
+            ValueError: `batch`, `capacity` or `max_rollback` not an int from 0 to 2**31 - 1, or an unknown layer type.
         """
         for name, value in (("batch", batch), ("capacity", capacity), ("max_rollback", max_rollback)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise ValueError(f"{name}: expected an int >= 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 31:
+                raise ValueError(f"{name}: expected an int >= 0 and below 2**31, got {value!r}")
         layer_type = as_layer_type("layer_type", layer_type)
         ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
 
@@ -159,24 +159,26 @@ class AttentionCache:
         if not isinstance(order, Tracer):
             values = np.asarray(order)
             if values.size and not 0 <= values.min() <= values.max() < self.batch:
-                raise ValueError(f"order: expected rows from 0 to {self.batch - 1}, got {values.tolist()}")
-        index = jnp.asarray(order).astype(jnp.int32)
+                raise ValueError(f"order: expected rows of the {self.batch} there are, got {values.tolist()}")
+        index = narrowed(order, 0, max(self.batch - 1, 0))
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), self)
 
     def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> AttentionCache:
         """The cache before its last `count` tokens: as if they had never been, exactly.
 
         Args:
-            count: how many, one for all rows or integers [B], each at most the row's `undoable`: that many tokens
-                have come since the last rollback, up to `max_rollback`, less what has been taken back.
+            count: how many, one for all rows or integers [B], each at most the row's `undoable`, which every appended
+                token raises by one, up to `max_rollback`, and every token taken back lowers by one.
 
         Raises:
             ValueError: not such a number or, where it and the cache are concrete, negative or more than can be taken
                 back. Where one is traced, rows go back as far as they can.
         """
-        values = np.asarray(count) if not isinstance(count, Tracer) else count
-        if isinstance(count, bool) or not jnp.issubdtype(values.dtype, jnp.integer):
+        values: Any = np.asarray(count) if isinstance(count, int) else count
+        if isinstance(count, bool) or not jnp.issubdtype(getattr(values, "dtype", object), jnp.integer):
             raise ValueError(f"count: expected an integer or integers [B], got {_described(count)}")
+        if not isinstance(values, Tracer):
+            values = np.asarray(values)
         if values.shape not in ((), (self.batch,)):
             raise ValueError(f"count: expected an integer or integers [B] = {(self.batch,)}, got {_described(count)}")
         if isinstance(values, np.ndarray):
@@ -187,11 +189,18 @@ class AttentionCache:
                     f"count: expected at most what can be taken back, {np.asarray(self.undoable).tolist()} "
                     f"(max_rollback is {self.max_rollback}), got {values.tolist()}"
                 )
-        count = jnp.clip(jnp.asarray(values).astype(jnp.int32), 0, self.undoable)
+        count = jnp.minimum(narrowed(values, 0, self.max_rollback), self.undoable)
         return dataclasses.replace(self, lengths=self.lengths - count, undoable=self.undoable - count)
 
     def recent_keys(self, count: int) -> Float[Array, "B T D"]:
-        """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer."""
+        """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer.
+
+        Raises:
+            ValueError: `count` above the sliding window: no more are kept for certain.
+        """
+        kept = self.window.shape[1] - self.max_rollback
+        if count > kept:
+            raise ValueError(f"count: expected at most the sliding window, {kept}, got {count}")
         return _recent(self.window, self.lengths, count)
 
     def extended(

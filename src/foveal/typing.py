@@ -23,6 +23,7 @@ Annotations are jaxtyping's. They cost nothing at run time; the test suite check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
@@ -38,6 +39,14 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
+def narrowed(values: Int[Array, "..."] | np.ndarray, low: int, high: int) -> Int32[Array, "..."]:
+    """Integers of any width as int32, those beyond [low, high] at its ends: saturated first, so that none wraps."""
+    if isinstance(values, np.ndarray | np.generic):
+        return jnp.asarray(np.clip(values, low, high).astype(np.int32))
+    limits = jnp.iinfo(values.dtype)
+    return jnp.clip(values, max(low, limits.min), min(high, limits.max)).astype(jnp.int32)
+
+
 __all__ = [
     "Array",
     "Bool",
@@ -49,4 +58,5 @@ __all__ = [
     "Precision",
     "Shaped",
     "accumulation_dtype",
+    "narrowed",
 ]

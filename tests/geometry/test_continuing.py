@@ -85,6 +85,17 @@ def test_lengths_and_counts_are_data():
     assert traces == 1
 
 
+def test_what_stands_before_them_must_be_told():
+    documents = Documents.continuing(*row(5, 3), SIZE)
+    with pytest.raises(ValueError, match=r"^history: expected the sliding_window - 1 = 3 raw keys .*, got 0"):
+        Visibility(documents, 4)
+    with pytest.raises(ValueError, match=r"^capacity: expected the slots of documents that continue, got None"):
+        Visibility(documents, 4, 2, history=3)
+    with pytest.raises(ValueError, match=r"^documents: expected such as begin in these rows"):
+        WindowLayout.of(documents, 2)
+    assert Visibility(documents, 1).continues  # without a history it needs none, and is no row of its own all the same
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("history", -1), ("history", None), ("capacity", -1), ("capacity", 2.0), ("capacity", True)]
 )

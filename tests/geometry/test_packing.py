@@ -200,6 +200,16 @@ def test_left_padding_goes_to_the_right(rng):
             np.testing.assert_array_equal(rows.values[row, n:], 0)
 
 
+def test_traced_lengths_beyond_what_there_is_reach_into_no_other_row():
+    x = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+    rows = jax.jit(left_aligned)(x, np.array([-1, 6]))
+    np.testing.assert_array_equal(rows.lengths, [0, 4])
+    np.testing.assert_array_equal(rows.values, [[0, 0, 0, 0], [4, 5, 6, 7]])
+    rows = jax.jit(lambda x, ends: unpack(x, ends, max_length=2))(x[0], np.array([0, 1, 4, 9]))
+    np.testing.assert_array_equal(rows.lengths, [1, 2, 0])
+    np.testing.assert_array_equal(rows.values, [[0, 0], [1, 2], [0, 0]])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -405,6 +405,7 @@ def trace(layer, cache, x, implementation):
     [
         (lambda layer, cache, x: layer.decode(cache, x[:, 0]), r"^x: expected \[B, S, 64\], got shape \(3, 64\)"),
         (lambda layer, cache, x: layer.decode(cache, x.astype(int)), r"^x: expected a floating dtype, got int"),
+        (lambda layer, cache, x: layer.decode(cache, [[1.0]]), r"^x: expected an array \[B, S, 64\], got list"),
         (lambda layer, cache, x: layer.decode(None, x), r"^cache: expected an AttentionCache, got NoneType"),
         (lambda layer, cache, x: layer.decode(cache, x[:2]), r"^cache: expected one .* for 2 rows, .*'\.?lengths"),
         (
@@ -445,7 +446,9 @@ def test_a_cache_of_another_layer(monkeypatch):
     for kind in LayerType:
         for other, cache in caches.items():
             if other is not kind:
-                with pytest.raises(ValueError, match=rf"^cache: expected one that this {kind.value} layer's"):
+                with pytest.raises(
+                    ValueError, match=rf"^cache: expected one that this {kind.value} layer's .* another"
+                ):
                     served(kind).layer.decode(cache, x)
     narrow = CompressedAttention(CONFIG, layer_type=LayerType.HCA, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^cache: expected .*bfloat16.*, got .*float32"):

@@ -16,7 +16,7 @@ from foveal.typing import Array, Bool, Int, Int32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of a batch of rows. A pytree: `document_start` is data, the other two fields are static.
+    """The documents of a batch of rows. A pytree: `document_start` is data, the other fields are static.
 
     Build one with `unpacked`, `from_segment_ids`, `from_cu_seqlens`, `from_lengths`, `continuing` or `pack_documents`.
 
@@ -26,6 +26,7 @@ class Documents:
         alignment: every document is known to start at a multiple of this: 1 if nothing is known, 0 if every document
             starts at row 0. Static, because a backend that needs aligned documents must know while tracing.
         padded: whether there may be padding rows. Static.
+        continues: documents may have begun before these rows (`continuing`). Static.
 
     Raises:
         ValueError: `alignment` is not an int >= 0.
@@ -36,6 +37,7 @@ class Documents:
     document_start: Int32[Array, "B S"]
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
     padded: bool = dataclasses.field(default=True, metadata={"static": True})
+    continues: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Checks the static fields; the data may be anything a tree transformation puts there."""
@@ -137,7 +139,8 @@ class Documents:
         """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
 
         Its first token lies `lengths` rows before row 0, so that `document_start` is negative and `positions` go on
-        from `lengths`.
+        from `lengths`. Who sees what then depends on what stands before the rows: only a `Visibility` with `history`
+        and `capacity` tells, and `WindowLayout.continuing`.
 
         Args:
             lengths: int32 [B], tokens that came before. May be traced.
@@ -145,7 +148,7 @@ class Documents:
             size: S, static.
         """
         row = jnp.arange(size, dtype=jnp.int32)[None]
-        return cls(jnp.where(row < counts[:, None], -lengths[:, None], row + 1))
+        return cls(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
 
     @property
     def shape(self) -> tuple[int, int]:

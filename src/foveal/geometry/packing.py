@@ -107,7 +107,7 @@ def unpack(
         cu_seqlens: integers [N + 1], cumulative lengths: 0 first, then the end of each document. Equal values are
             empty documents. May be traced.
         max_length: T, the static length of the rows; by default that of the longest document, if `cu_seqlens` is
-            concrete.
+            concrete. Where it is traced, a document ends with x, and its row holds as much of it as fits.
 
     Raises:
         ValueError: wrong rank or dtype; `max_length` missing where `cu_seqlens` is traced, or below 0; where it is
@@ -132,7 +132,8 @@ def unpack(
         max_length = longest if max_length is None else max_length
     if isinstance(max_length, bool) or not isinstance(max_length, int | np.integer) or max_length < 0:
         raise ValueError(f"max_length: expected an int >= 0 (needed where cu_seqlens is traced), got {max_length!r}")
-    return _rows_from(jnp.asarray(x), ends[:-1], ends[1:] - ends[:-1], int(max_length))
+    ends = jnp.clip(ends, 0, x.shape[0])
+    return _rows_from(jnp.asarray(x), ends[:-1], jnp.clip(ends[1:] - ends[:-1], 0, int(max_length)), int(max_length))
 
 
 def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray) -> PaddedRows:
@@ -140,7 +141,7 @@ def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " 
 
     Args:
         x: [B, S, ...], whose last `lengths[b]` positions are row b's.
-        lengths: integers [B]. May be traced.
+        lengths: integers [B]. May be traced: then S at most, and no less than 0.
 
     Raises:
         ValueError: wrong rank, shape or dtype; where lengths are concrete, one below 0 or above S.
@@ -153,6 +154,7 @@ def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " 
         raise ValueError(f"lengths: expected [B] = {(batch,)}, got shape {counts.shape}")
     if concrete is not None and ((concrete < 0) | (concrete > size)).any():
         raise ValueError(f"lengths: expected 0 to {size}, got {concrete.tolist()}")
+    counts = jnp.clip(counts, 0, size)
     flat = jnp.asarray(x).reshape(batch * size, *x.shape[2:])
     return _rows_from(flat, jnp.arange(1, batch + 1, dtype=jnp.int32) * size - counts, counts, size)
 

@@ -75,7 +75,8 @@ class Visibility:
         capacity: slots, where they are not those of these rows; None for S // m.
 
     Raises:
-        ValueError: `sliding_window` below 1 or `compress_ratio`, `history` or `capacity` below 0.
+        ValueError: `sliding_window` below 1 or `compress_ratio`, `history` or `capacity` below 0; documents that
+            continue without the history and the capacity they need.
     """
 
     __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
@@ -94,6 +95,14 @@ class Visibility:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+        if isinstance(self.documents, Documents) and self.documents.continues:
+            if self.history < self.sliding_window - 1:
+                raise ValueError(
+                    f"history: expected the sliding_window - 1 = {self.sliding_window - 1} raw keys before documents "
+                    f"that continue, got {self.history}"
+                )
+            if self.compress_ratio and self.capacity is None:
+                raise ValueError("capacity: expected the slots of documents that continue, got None")
 
     @property
     def slots(self) -> int:
@@ -110,7 +119,7 @@ class Visibility:
     @property
     def continues(self) -> bool:
         """Statically known: keys are not all of these rows."""
-        return self.history > 0 or self.capacity is not None
+        return self.documents.continues or self.history > 0 or self.capacity is not None
 
     @property
     def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
@@ -189,7 +198,7 @@ class Visibility:
         return _in_range(self.entry_range, self.slots)
 
     def dense(self) -> Bool[Array, "B S M"]:
-        """bool [B, S, S + C]: `window_mask` and `entry_mask` side by side."""
+        """bool [B, S, M], M = N + C: `window_mask` and `entry_mask` side by side."""
         return jnp.concatenate([self.window_mask(), self.entry_mask()], axis=-1)
 
     def sees_slots(self, slots: Int32[Array, "B S K"]) -> Bool[Array, "B S K"]:

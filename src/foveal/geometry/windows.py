@@ -50,9 +50,11 @@ class WindowLayout:
         a slot, since their starts are at least m rows apart.
 
         Raises:
-            ValueError: `ratio` below 1.
+            ValueError: `ratio` below 1, or documents that began before these rows.
         """
         _check_ratio(ratio)
+        if documents.continues:
+            raise ValueError("documents: expected such as begin in these rows, got continuing ones")
         begins, length = documents.document_start, documents.shape[1]
         slots = length // ratio
         probe = jnp.arange(slots, dtype=jnp.int32)[None] * ratio + (ratio - 1)

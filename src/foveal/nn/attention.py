@@ -335,6 +335,8 @@ class CompressedAttention(nnx.Module):
 
     def check_hidden_states(self, x: Array) -> None:
         """Raises ValueError unless x is floats [B, S, E]."""
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise ValueError(f"x: expected an array [B, S, {self.config.hidden_size}], got {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
             raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):

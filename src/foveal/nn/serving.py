@@ -16,7 +16,7 @@ from foveal.nn.compressor import Compressor
 from foveal.nn.indexer import IndexedCompressor
 from foveal.ops.core_attention import core_attention
 from foveal.ops.rope import rope_table
-from foveal.typing import Array, Float, Int, Int32
+from foveal.typing import Array, Float, Int, Int32, narrowed
 
 if TYPE_CHECKING:
     from foveal.nn.attention import CompressedAttention
@@ -105,8 +105,7 @@ def _counts(
                     f"lengths: expected at most what the cache has room for, {(cache.capacity - held).tolist()} of "
                     f"{cache.capacity}, got {values.tolist()}"
                 )
-    room = jnp.minimum(cache.capacity - cache.lengths, size)
-    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, room)
+    return jnp.minimum(narrowed(lengths, 0, size), cache.capacity - cache.lengths)
 
 
 def _check_cache(layer: CompressedAttention, cache: AttentionCache, x: Array) -> None:
@@ -114,13 +113,20 @@ def _check_cache(layer: CompressedAttention, cache: AttentionCache, x: Array) ->
     if not isinstance(cache, AttentionCache):
         raise ValueError(f"cache: expected an AttentionCache, got {type(cache).__name__}")
     expected = jax.eval_shape(lambda: layer.init_cache(x.shape[0], cache.capacity, max_rollback=cache.max_rollback))
+    for part in ("compressor", "indexer"):
+        if (getattr(cache, part) is None) != (getattr(expected, part) is None):
+            has = "none" if getattr(cache, part) is None else "one"
+            raise ValueError(
+                f"cache: expected one that this {layer.layer_type.value} layer's init_cache makes, got one of another "
+                f"layer type: it has {has} of a {part}'s states"
+            )
     leaves = jax.tree_util.tree_leaves_with_path
     wanted, got = (
         [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in leaves(tree)]
         for tree in (expected, cache)
     )
     if wanted != got:
-        differing = next((pair for pair in zip(wanted, got, strict=False) if pair[0] != pair[1]), (wanted, got))
+        differing = next(pair for pair in zip(wanted, got, strict=True) if pair[0] != pair[1])
         raise ValueError(
             f"cache: expected one that this {layer.layer_type.value} layer's init_cache makes for {x.shape[0]} rows, "
             f"{differing[0]}, got {differing[1]}"

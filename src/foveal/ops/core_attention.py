@@ -13,7 +13,7 @@ from foveal.backends import registry
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.geometry import Visibility
-from foveal.typing import Array, Bool, Float, Int, Int32, Precision
+from foveal.typing import Array, Bool, Float, Int, Int32, Precision, narrowed
 
 
 @overload
@@ -196,8 +196,7 @@ def _canonical(request: AttentionRequest) -> AttentionRequest:
 def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> Int32[Array, "B S K"]:
     """Each slot that the query sees at most once, -1 everywhere else."""
     slots = visibility.slots
-    limits = jnp.iinfo(indices.dtype)  # saturate before narrowing, so that none wraps around into range
-    indices = jnp.clip(indices, max(-1, limits.min), min(slots, limits.max)).astype(jnp.int32)
+    indices = narrowed(indices, -1, slots)
     indices = jnp.where(visibility.sees_slots(indices), indices, slots)
     ascending = (indices[..., 1:] >= indices[..., :-1]).all()  # as the indexer emits them: no sort needed
     indices = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), indices)

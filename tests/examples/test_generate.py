@@ -8,7 +8,8 @@ from flax import nnx
 
 from examples import generate, train_tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Orbax's event loops
+# Orbax closes its event loops when the process ends.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 PROMPTS = ["The ", 'The "with" statement']
 
 
@@ -27,13 +28,17 @@ def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, capsys):
     arguments = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
     found = generate.main([*arguments, "--bytes", "40", "--temperature", "0", "--out", str(folder)])
     loaded = generate.load(folder)
+    texts = np.zeros((len(PROMPTS), found.capacity), np.int32)
+    ids = np.zeros_like(texts)
+    for row, (prompt, drawn) in enumerate(zip(PROMPTS, found.tokens, strict=True)):
+        texts[row, : len(prompt) + 40] = [*prompt.encode(), *drawn]
+        ids[row, : len(prompt) + 40] = 1
     model = nnx.merge(loaded.graph, loaded.params)
-    for prompt, drawn in zip(PROMPTS, found.tokens, strict=True):
-        text = np.array([*prompt.encode(), *drawn])[None]
-        logits, _ = model(jnp.asarray(text), jnp.ones_like(text), "top_k")
-        logits = np.asarray(logits)[0, len(prompt) - 1 : -1]
+    logits, _ = nnx.jit(model, static_argnums=2)(jnp.asarray(texts), jnp.asarray(ids), "top_k")
+    for row, prompt, drawn in zip(np.asarray(logits), PROMPTS, found.tokens, strict=True):
+        before = row[len(prompt) - 1 : len(prompt) + 39]
         # What was drawn is the likeliest, but for rounding.
-        np.testing.assert_allclose(logits[np.arange(40), drawn], logits.max(axis=1), rtol=1e-4)
+        np.testing.assert_allclose(before[np.arange(40), drawn], before.max(axis=1), rtol=1e-4)
     printed = capsys.readouterr().out
     assert "this cache" in printed
     assert all(prompt in printed for prompt in PROMPTS)
@@ -43,12 +48,14 @@ def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, capsys):
 
 
 def test_the_seed_and_the_temperature_count(folder):
-    def drawn(*more: str) -> list:
-        return generate.main(["--bytes", "12", "--out", str(folder), *more]).tokens.tolist()
+    loaded = generate.load(folder)
 
-    assert drawn("--seed", "1") == drawn("--seed", "1")
-    assert drawn("--seed", "1") != drawn("--seed", "2")
-    assert drawn("--temperature", "0", "--seed", "1") == drawn("--temperature", "0", "--seed", "2")
+    def drawn(temperature: float, seed: int) -> list:
+        return loaded.generate([b"The "], 12, temperature=temperature, seed=seed, quiet=True).tokens.tolist()
+
+    assert drawn(0.7, 1) == drawn(0.7, 1)
+    assert drawn(0.7, 1) != drawn(0.7, 2)
+    assert drawn(0.0, 1) == drawn(0.0, 2)
 
 
 @pytest.mark.parametrize("bad", [["--bytes", "0"], ["--prompt", ""], ["--temperature", "-1"], ["--out", "nowhere"]])

@@ -88,8 +88,8 @@ def test_the_wrong_kind_of_thing_is_refused_by_name(layer, name, value):
         ({"layer_index": -1}, "layer_index: expected 0 <= layer_index < 3"),
         ({"layer_index": 1.0}, "layer_index: expected an int, got 1.0"),
         ({"layer_index": True}, "layer_index: expected an int, got True"),
-        ({"layer_type": "full_attention"}, "layer_type: expected one of sliding_attention, "),
-        ({"layer_type": 1}, "layer_type: expected one of sliding_attention, "),
+        ({"layer_type": "full_attention"}, "layer_type: expected one of 'sliding_attention', "),
+        ({"layer_type": 1}, "layer_type: expected one of 'sliding_attention', "),
     ],
 )
 def test_bad_constructions_are_refused_by_name(kwargs, message):

@@ -42,12 +42,10 @@ def append_tokens(
     documents = Documents.continuing(cache.lengths, counts, x.shape[1])
     x, q_residual, q, kv, table = layer.project(x, documents)
 
-    compressor, indexer, indices, entries = layer.compressor, None, None, None
-    visibility = Visibility(documents, config.sliding_window, ratio, history=history)
-    compressed = None
+    compressor, compressed, indexer, indices, entries = layer.compressor, None, None, None, None
+    slots = None if cache.compressor is None else cache.compressor.entries.shape[1]
+    visibility = Visibility(documents, config.sliding_window, ratio, history=history, capacity=slots)
     if compressor is not None and cache.compressor is not None:
-        slots = cache.compressor.entries.shape[1]
-        visibility = Visibility(documents, config.sliding_window, ratio, history=history, capacity=slots)
         compressed = _compressed(layer, compressor, cache.compressor, cache.lengths, counts, x)
         entries = compressed.entries
         if isinstance(compressor, IndexedCompressor) and cache.indexer is not None:

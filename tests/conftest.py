@@ -1,13 +1,17 @@
 """What every test runs under: eight CPU devices, strict promotion, reproducible randomness."""
 
 import collections
+import gc
 import os
 import zlib
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# LLVM's optimisations are left out, since most of the time goes into compiling what runs once; every pass of XLA's own is
+# run. With them: XLA_FLAGS=--xla_backend_optimization_level=3, as .ci/run has it on the newest Python.
+for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_backend_optimization_level", 0)):
+    if _name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
 # One thread for torch in each of the test workers, and nothing from a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +20,9 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# Programs and traces stay until the process ends: to look at all of them every 700 objects is a tenth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

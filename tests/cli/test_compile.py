@@ -18,7 +18,7 @@ def rows_of(capsys, *arguments: str) -> list[dict]:
 
 
 def test_a_line_of_json_a_case(capsys):
-    rows = rows_of(capsys, *TINY, "--seq", "512,1024", "--implementation", "splash,chunked", "--backward")
+    rows = rows_of(capsys, *TINY, "--seq", "512,1024", "--implementation", "splash,chunked")
     assert [(r["length"], r["implementation"], r["verdict"]) for r in rows] == [
         (512, "splash", "compiles"),
         (512, "chunked", "compiles"),
@@ -41,7 +41,7 @@ def test_a_whole_layer_on_several_chips(capsys):
 
 
 def test_a_layer_with_the_indexers_loss(capsys):
-    layer = ("--what", "layer", "--layer", "csa", "--seq", "512", "--implementation", "chunked", "--backward")
+    layer = ("--what", "layer", "--layer", "csa", "--seq", "512", "--implementation", "chunked")
     without, with_loss = rows_of(capsys, *TINY, *layer) + rows_of(capsys, *TINY, *layer, "--indexer-loss")
     assert without["verdict"] == with_loss["verdict"] == "compiles"
     assert with_loss["output_bytes"] > without["output_bytes"]

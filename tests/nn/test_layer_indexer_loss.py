@@ -1,5 +1,6 @@
 """A layer's indexer loss: what it is over, whom it teaches, and that the layer stays what it is."""
 
+import functools
 from typing import Any
 
 import jax
@@ -30,19 +31,19 @@ def hidden_states(seed: int = 1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(B, S, CONFIG.hidden_size)).astype(np.float32))
 
 
+@functools.partial(jax.jit, static_argnames=("graph", "select"))
+def value_and_gradients(graph: Any, select: Any, state: Any, x: jax.Array, factor: jax.Array):
+    def objective(state, x):
+        out, loss = nnx.merge(graph, state)(x, jnp.asarray(IDS), select=select, return_indexer_loss=True)
+        return jnp.sum(out**2) + factor * loss.total, (out, loss)
+
+    return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(state, x)
+
+
 def both(layer: CompressedAttention, x: jax.Array, select: Any, factor: float):
     """Output, loss, and gradients of the parameters and of x of sum(output ** 2) + factor loss."""
     graph, state = nnx.split(layer)
-
-    @jax.jit
-    def run(state, x):
-        def objective(state, x):
-            out, loss = nnx.merge(graph, state)(x, jnp.asarray(IDS), select=select, return_indexer_loss=True)
-            return jnp.sum(out**2) + factor * loss.total, (out, loss)
-
-        return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(state, x)
-
-    (_, (out, loss)), (d_state, d_x) = run(state, x)
+    (_, (out, loss)), (d_state, d_x) = value_and_gradients(graph, select, state, x, jnp.float32(factor))
     return out, loss, {**get_params(nnx.merge(graph, d_state)), "x": d_x}
 
 

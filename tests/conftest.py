@@ -3,7 +3,9 @@
 import collections
 import gc
 import os
+import pathlib
 import zlib
+from collections.abc import Iterator
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,8 +23,9 @@ import jax
 import numpy as np
 import pytest
 
-# Programs and traces stay until the process ends: to look at all of them every 700 objects is a tenth of the time.
-gc.set_threshold(50_000, 20, 50)
+# Programs and traces are kept: to look at them every 700 new objects takes a twentieth of the time.
+gc.set_threshold(10_000, 20, 20)
+_MOST_MAPS = 20_000
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -54,6 +57,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs before there are too many: each takes several of the 65530 maps of a Linux process."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# LLVM's optimisations are left out, since most of the time goes into compiling what runs once; every pass of XLA's own is
-# run. With them: XLA_FLAGS=--xla_backend_optimization_level=3, as .ci/run has it on the newest Python.
-for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_backend_optimization_level", 0)):
-    if _name not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_name}={_value}".strip()
+# LLVM's optimisations are left out: most of the time goes into compiling what runs once. XLA's own passes all run. With
+# them: XLA_FLAGS=--xla_backend_optimization_level=3, as .ci/run has it on the newest Python. What is given counts.
+os.environ["XLA_FLAGS"] = " ".join(
+    ["--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
+).strip()
 # One thread for torch in each of the test workers, and nothing from a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -17,6 +17,7 @@ def rows_of(capsys, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_line_of_json_a_case(capsys):
     rows = rows_of(capsys, *TINY, "--seq", "512,1024", "--implementation", "splash,chunked")
     assert [(r["length"], r["implementation"], r["verdict"]) for r in rows] == [
@@ -32,6 +33,7 @@ def test_a_line_of_json_a_case(capsys):
         assert (row["kernel_cycles"] is not None) == (row["implementation"] == "splash")
 
 
+@pytest.mark.slow
 def test_a_whole_layer_on_several_chips(capsys):
     """Heads and batch apart: a chip has less to hold than alone."""
     sizes = ("--what", "layer", "--batch", "2", "--seq", "512", "--implementation", "splash")
@@ -40,6 +42,7 @@ def test_a_whole_layer_on_several_chips(capsys):
     assert apart["argument_bytes"] < alone["argument_bytes"]
 
 
+@pytest.mark.slow
 def test_a_layer_with_the_indexers_loss(capsys):
     layer = ("--what", "layer", "--layer", "csa", "--seq", "512", "--implementation", "chunked")
     without, with_loss = rows_of(capsys, *TINY, *layer) + rows_of(capsys, *TINY, *layer, "--indexer-loss")
@@ -146,6 +149,7 @@ def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
     assert "install foveal[tpu-aot]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_chosen_blocks_and_options_of_the_compiler(capsys):
     """The compiler gets them: it knows no such option."""
     tiles = ("--seq", "1024", "--implementation", "splash", "--no-cycles", "--blocks", "512,256,512,256,1")
@@ -155,6 +159,7 @@ def test_chosen_blocks_and_options_of_the_compiler(capsys):
     assert "xla_none" in other["message"]
 
 
+@pytest.mark.slow
 def test_cycles_of_the_forward_kernels(capsys):
     """Flash's sizes, 4096 rows, v5p: against slower tiles. Without stacked heads (before Tokamax 0.0.17) more."""
     (row,) = rows_of(capsys, "compile", "--seq", "4096")

@@ -84,6 +84,7 @@ def test_full_size_layers_pass_and_the_report_is_plain_text(prose, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_layer_that_looks_across_documents_fails(run_one_layer, capsys, monkeypatch):
     honest = foveal.CompressedAttention.__call__
     monkeypatch.setattr(foveal.CompressedAttention, "__call__", lambda self, x, **_: honest(self, x))
@@ -126,6 +127,7 @@ def test_implementations_that_disagree_fail(implementation, run_one_layer, capsy
     assert out.splitlines()[-1].startswith("FAIL")
 
 
+@pytest.mark.slow
 def test_undecided_queries_are_left_out_and_counted(run_one_layer, capsys, monkeypatch):
     """With every lead taken for rounding, those queries are left that see few entries, and they still agree."""
     monkeypatch.setattr(checks, "UNDECIDED", 1e9)

@@ -324,6 +324,7 @@ OTHER_SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_type", [LayerType.CSA, LayerType.HCA])
 def test_other_sizes_agree_with_the_reference(layer_type, pure_layer, compiled_reference, problem):
     """Widths that are not equal by chance, another eps, an entry a token, windows of a length that is no power of 2."""

@@ -190,6 +190,7 @@ def test_rows_do_not_touch_each_other(layer_type):
     np.testing.assert_array_equal(layer.append(filled, token)[0][1], layer.append(refilled, token)[0][1])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32():
     for layer_type in LayerType:
         # Which entries are selected may differ by rounding: all of them are.
@@ -250,6 +251,7 @@ def test_a_decoding_step_copies_nothing_of_the_cache(layer_type):
     assert grown < (0.25 if layer_type is LayerType.CSA else 1.25) * key * slots
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_capacity():
     """Where lengths are known, an error; where they are traced, padding: nothing is written over."""
     for layer_type in LayerType:
@@ -335,6 +337,7 @@ def test_under_vmap_and_sharded_over_the_batch(layer_type):
     assert_close(token, want_token, np.float32)
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_a_cache_of_each():
     layers = [CompressedAttention(CONFIG, i, rngs=nnx.Rngs(i)) for i in range(CONFIG.num_layers)]
     x = jnp.asarray(text(12))
@@ -366,6 +369,7 @@ def test_a_stack_of_layers_is_a_cache_of_each():
     np.testing.assert_array_equal(stack.lengths, [0, 34, 34])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_type", [LayerType.HCA, LayerType.CSA])
 def test_at_a_million_tokens(layer_type):
     """As `dense` has it, from a cache of random keys: 131072 and 262144 entries, the last of them complete or not."""
@@ -384,6 +388,7 @@ def test_at_a_million_tokens(layer_type):
         np.testing.assert_array_equal(after.lengths, length + 3)
 
 
+@pytest.mark.slow
 def test_a_long_row_and_then_a_token():
     """Past 4096 tokens, where an index that was kept too narrow or a table that was too short would show."""
     for layer_type in LayerType:

@@ -63,6 +63,7 @@ def count(jaxpr, primitive):
 # ---------------------------------------------------------------------------------------------------- jit, grad, remat
 
 
+@pytest.mark.slow
 def test_jit_and_value_and_grad(pure_layer, problem):
     """A module under nnx's transformations against the same layer as a pure function under jax's."""
     params, x, cotangent = problem(LayerType.CSA, 1)
@@ -124,6 +125,7 @@ def test_saved_indices_spare_the_backward_pass_the_indexer(pure_layer, problem, 
     assert count(saved, "dot_general") < count(nothing, "dot_general")
 
 
+@pytest.mark.slow
 def test_nnx_remat_changes_no_gradient(pure_layer, problem):
     params, x, cotangent = problem(LayerType.CSA, 4)
     _want, want_gradients = pure_layer(LayerType.CSA).vjp(params, x, None, cotangent)
@@ -137,6 +139,7 @@ def test_nnx_remat_changes_no_gradient(pure_layer, problem):
     assert_gradients_close({**arrays(gradients), "x": x_gradient}, want_gradients, np.float32)
 
 
+@pytest.mark.slow
 def test_stacked_layers_under_scan_are_a_loop(pure_layer, problem):
     _, x, _ = problem(LayerType.CSA, 5)
 

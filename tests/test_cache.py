@@ -30,7 +30,8 @@ def test_bytes_are_those_of_the_formula(layer_type, max_rollback, dtype):
         CONFIG, layer_type, batch=batch, capacity=capacity, max_rollback=max_rollback, dtype=dtype
     )
     dim, index_dim, m = CONFIG.head_dim, CONFIG.index_head_dim, CONFIG.csa_ratio
-    want = {"window": (CONFIG.sliding_window + max_rollback) * dim * width, "lengths": 8}
+    want = dict.fromkeys(("entries", "index_keys", "compressor_state", "indexer_state"), 0)
+    want |= {"window": (CONFIG.sliding_window + max_rollback) * dim * width, "lengths": 8}
     if layer_type is LayerType.HCA:
         want["entries"] = capacity // CONFIG.hca_ratio * dim * width
         want["compressor_state"] = 2 * (CONFIG.hca_ratio + max_rollback) * dim * 4

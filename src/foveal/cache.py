@@ -119,13 +119,17 @@ class AttentionCache:
         return sum(self.bytes_by_part().values())
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of each part: window, entries, index_keys, compressor_state, indexer_state, lengths."""
-        parts: dict[str, Any] = {"window": self.window}
-        if self.compressor is not None:
-            parts |= {"entries": self.compressor.entries, "compressor_state": self.compressor[1:]}
-        if self.indexer is not None:
-            parts |= {"index_keys": self.indexer.entries, "indexer_state": self.indexer[1:]}
-        parts["lengths"] = (self.lengths, self.undoable)
+        """Bytes of window, entries, index_keys, compressor_state, indexer_state and lengths; 0 for what there is not."""
+        entries, *state = self.compressor or (None,)
+        index_keys, *indexer_state = self.indexer or (None,)
+        parts = {
+            "window": self.window,
+            "entries": entries,
+            "index_keys": index_keys,
+            "compressor_state": state,
+            "indexer_state": indexer_state,
+            "lengths": (self.lengths, self.undoable),
+        }
         return {
             name: sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(part))
             for name, part in parts.items()
@@ -278,11 +282,8 @@ class CacheStack:
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of each part (see `AttentionCache.bytes_by_part`), all layers together."""
-        total: dict[str, int] = {}
-        for cache in self.layers:
-            for name, size in cache.bytes_by_part().items():
-                total[name] = total.get(name, 0) + size
-        return total
+        each = [cache.bytes_by_part() for cache in self.layers]
+        return {name: sum(parts[name] for parts in each) for name in each[0]}
 
     def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> CacheStack:
         """`AttentionCache.reset` of every layer."""

@@ -314,22 +314,10 @@ class CompressedAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
         """Attention of a new token a row, or of a few, to themselves and to all that the cache holds.
 
-        The same as `prefill`, whose work for one token is that of a decoding step: a pass over the window, over all
-        entries of an HCA layer, or over the index keys and the selected entries of a CSA layer. Under `jax.jit` it
-        compiles once for a whole generation, and with the cache donated works in place.
-
-        Args:
-            cache: what came before; not changed, but its memory may be donated.
-            x: hidden states, [B, T, E]: T = 1, or a few drafted tokens, causal among themselves.
-            lengths: integers [B], how many of the T each row has, 0 for a row that sits out; all by default.
-            implementation: of core attention; see `foveal.core_attention`.
-
-        Returns:
-            As `prefill`.
-
-        Raises:
-            ValueError: as `prefill`.
-            NotImplementedError: the implementation cannot do this.
+        The same as `prefill`, with T = 1, or a few drafted tokens, causal among themselves; a row whose length is 0
+        sits out. The work for one token is a pass over the window, and over all entries of an HCA layer, or over the
+        index keys and the selected entries of a CSA layer. Under `jax.jit` it compiles once for a whole generation,
+        and with the cache donated works in place. Arguments, results and errors are those of `prefill`.
         """
         return append_tokens(self, cache, x, lengths, implementation)
 

@@ -119,7 +119,7 @@ class AttentionCache:
         return sum(self.bytes_by_part().values())
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of window, entries, index_keys, compressor_state, indexer_state and lengths; 0 for what there is not."""
+        """Bytes of window, entries, index_keys, compressor_state, indexer_state, lengths; 0 for what there is not."""
         entries, *state = self.compressor or (None,)
         index_keys, *indexer_state = self.indexer or (None,)
         parts = {

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from foveal.config import AttentionConfig, LayerType, as_layer_type
-from foveal.geometry import WindowLayout
+from foveal.geometry import WindowLayout, window_halo
 from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype, narrowed
 
 
@@ -91,7 +91,7 @@ class AttentionCache:
         ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
 
         def state(width: int) -> CompressorState:
-            rows = _history(ratio, overlap=overlap) + 1 + max_rollback
+            rows = window_halo(ratio, overlap=overlap) + 1 + max_rollback
             # Two arrays, not one twice: each must be its own to be donated.
             kv, gate = (
                 jnp.zeros((batch, rows, 2 * width if overlap else width), accumulation_dtype(dtype)) for _ in range(2)
@@ -298,11 +298,6 @@ class CacheStack:
         return CacheStack(tuple(cache.rollback(count) for cache in self.layers))
 
 
-def _history(ratio: int, *, overlap: bool) -> int:
-    """Earlier tokens that an entry may still be made of: the open window's and, overlapped, those of the one before."""
-    return (2 * ratio if overlap else ratio) - 1
-
-
 class Completing(NamedTuple):
     """Projected tokens, those before the new ones first, and the windows that the new ones complete.
 
@@ -328,7 +323,7 @@ def completing(
     overlap: bool,
 ) -> Completing:
     """What to pool when `counts` of T new tokens, projected to `kv` and `gate`, follow `lengths` earlier ones."""
-    history = _history(ratio, overlap=overlap)
+    history = window_halo(ratio, overlap=overlap)
 
     def joined(ring: Array, new: Array) -> Array:
         return jnp.concatenate([_recent(ring, lengths, history).astype(new.dtype), new], axis=1)
@@ -347,11 +342,8 @@ def extended_state(
     entries: Float[Array, "B N D"],
 ) -> CompressorState:
     """The state with new tokens, and the entries of the windows that they complete, each in its slot."""
-    slots = state.entries.shape[1]
-    nowhere = slots + jnp.arange(layout.slots, dtype=jnp.int32)[None]
-    slot = jnp.where(layout.valid, layout.positions // layout.ratio, nowhere)
     return CompressorState(
-        _put(state.entries, slot, entries),
+        _put(state.entries, layout.entry_slots(state.entries.shape[1]), entries),
         _pushed(state.kv, kv, lengths, counts),
         _pushed(state.gate, gate, lengths, counts),
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal.geometry import Documents, Visibility, WindowLayout
+from foveal.geometry import Documents, Visibility, WindowLayout, window_halo
 
 SIZE = 9  # new rows
 WHOLE = 40
@@ -27,7 +27,7 @@ def row(length, count):
 def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio, spare):
     documents = Documents.continuing(*row(length, count), SIZE)
     capacity = WHOLE // ratio + spare
-    visibility = Visibility(documents, window, ratio, history=window - 1, capacity=capacity)
+    visibility = Visibility.continuing(documents, window, ratio, capacity)
     assert (visibility.raw_keys, visibility.slots) == (SIZE + window - 1, capacity)
     whole = Visibility(Documents.unpacked(1, WHOLE), window, ratio)
     rows = slice(length, length + count)
@@ -60,10 +60,15 @@ def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio,
     overlap=st.booleans(),
 )
 def test_they_complete_the_windows_that_the_whole_row_has(length, count, ratio, overlap):
-    history = (2 * ratio if overlap else ratio) - 1
+    history = window_halo(ratio, overlap=overlap)
+    assert history == (2 * ratio if overlap else ratio) - 1
     layout = WindowLayout.continuing(*row(length, count), SIZE, ratio, history=history)
     done = [w for w in range(WHOLE // ratio) if length < (w + 1) * ratio <= length + count]
     np.testing.assert_array_equal(np.asarray(layout.positions)[layout.valid], np.array(done, int) * ratio)
+    slots = np.asarray(layout.entry_slots(WHOLE))[0]
+    np.testing.assert_array_equal(slots[np.asarray(layout.valid)[0]], np.array(done, int))
+    assert (slots[~np.asarray(layout.valid)[0]] >= WHOLE).all()
+    assert len(set(slots.tolist())) == slots.size
     # Rows of the call numbered as in the whole document.
     numbers = jnp.arange(length - history, length + SIZE, dtype=jnp.int32)[None, :, None]
     assert layout.rows == numbers.shape[1]

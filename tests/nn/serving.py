@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 
 from foveal import AttentionCache, AttentionConfig, CompressedAttention
-from foveal.testing.generators import random_params
+from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.parameters import set_params
 
 CONFIG = AttentionConfig.tiny()
+LENGTH, CAPACITY = 48, 50
 
 
 class Served:
@@ -48,3 +49,8 @@ class Served:
 
 
 served = functools.cache(Served)
+
+
+def text(seed, *, rows=3, length=LENGTH, config=CONFIG) -> np.ndarray:
+    """Hidden states [rows, length, E]."""
+    return random_hidden(seed, rows, length, config.hidden_size)

@@ -6,7 +6,7 @@ Everything follows from one integer per token, the row at which its document beg
 from foveal.geometry.documents import Documents
 from foveal.geometry.packing import PackedDocuments, PaddedRows, Placement, left_aligned, pack_documents, unpack
 from foveal.geometry.visibility import TileRanges, Visibility, complete_windows, window_first
-from foveal.geometry.windows import WindowLayout
+from foveal.geometry.windows import WindowLayout, window_halo
 
 __all__ = [
     "Documents",
@@ -21,4 +21,5 @@ __all__ = [
     "pack_documents",
     "unpack",
     "window_first",
+    "window_halo",
 ]

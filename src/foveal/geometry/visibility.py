@@ -87,6 +87,13 @@ class Visibility:
     history: int = dataclasses.field(default=0, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    @classmethod
+    def continuing(
+        cls, documents: Documents, sliding_window: int, compress_ratio: int, capacity: int | None
+    ) -> Visibility:
+        """Of rows from `Documents.continuing`, with as much history as a sliding window reaches back."""
+        return cls(documents, sliding_window, compress_ratio, -window_first(0, sliding_window), capacity)
+
     def __post_init__(self) -> None:
         """Checks the static fields; the data may be anything a tree transformation puts there."""
         for name, least in (("sliding_window", 1), ("compress_ratio", 0), ("history", 0), ("capacity", 0)):
@@ -96,10 +103,11 @@ class Visibility:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
         if isinstance(self.documents, Documents) and self.documents.continues:
-            if self.history < self.sliding_window - 1:
+            reach = -window_first(0, self.sliding_window)
+            if self.history < reach:
                 raise ValueError(
-                    f"history: expected the sliding_window - 1 = {self.sliding_window - 1} raw keys before documents "
-                    f"that continue, got {self.history}"
+                    f"history: expected the sliding_window - 1 = {reach} raw keys before documents that continue, "
+                    f"got {self.history}"
                 )
             if self.compress_ratio and self.capacity is None:
                 raise ValueError("capacity: expected the slots of documents that continue, got None")

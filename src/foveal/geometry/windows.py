@@ -80,15 +80,15 @@ class WindowLayout:
         """The windows that the next `size` rows of one document a row complete: the open one and what follows.
 
         A window may begin before the new rows, so the last `history` rows stand before them: row `history` is the
-        first new one. The j-th layout slot is the open window's (j = 0) or the j-th after it; the entry it gives
-        belongs into slot `positions // ratio` of all the document's.
+        first new one. The j-th layout slot is the open window's (j = 0) or the j-th after it; `entry_slots` says where
+        among all the document's its entry belongs.
 
         Args:
             lengths: int32 [B], tokens that came before. May be traced.
             counts: int32 [B], tokens in the new rows, at most `size`. May be traced.
             size: new rows, static.
             ratio: m.
-            history: rows before the new ones, static: at least m - 1, or 2 m - 1 for overlapped windows.
+            history: rows before the new ones, static: at least `window_halo`.
 
         Raises:
             ValueError: `ratio` below 1.
@@ -106,6 +106,14 @@ class WindowLayout:
             contiguous=False,
             complete=False,
         )
+
+    def entry_slots(self, capacity: int) -> Int32[Array, "B C"]:
+        """Of a `continuing` layout: the slot, of all the document's `capacity`, into which each window's entry goes.
+
+        Past the end, and no two alike, where not `valid`.
+        """
+        nowhere = capacity + jnp.arange(self.slots, dtype=jnp.int32)[None]
+        return jnp.where(self.valid, self.positions // self.ratio, nowhere)
 
     @property
     def slots(self) -> int:
@@ -142,6 +150,11 @@ class WindowLayout:
         index = jnp.clip(index, 0, length - 1).reshape(batch, self.slots * self.ratio, 1)
         taken = jnp.take_along_axis(rows, index, axis=1)
         return taken.reshape(batch, self.slots, self.ratio, width)
+
+
+def window_halo(ratio: int, *, overlap: bool) -> int:
+    """Earlier rows that a window still open may need: its own and, overlapped, those of the window before it."""
+    return (2 * ratio if overlap else ratio) - 1
 
 
 def _check_ratio(ratio: int) -> None:

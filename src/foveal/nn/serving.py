@@ -37,14 +37,13 @@ def append_tokens(
     layer.check_hidden_states(x)
     _check_cache(layer, cache, x)
     counts = _counts(cache, x, lengths)
-    config = layer.config
-    history, ratio = config.sliding_window - 1, config.compress_ratio(layer.layer_type)
+    config, ratio = layer.config, layer.config.compress_ratio(layer.layer_type)
     documents = Documents.continuing(cache.lengths, counts, x.shape[1])
     x, q_residual, q, kv, table = layer.project(x, documents)
 
     compressor, compressed, indexer, indices, entries = layer.compressor, None, None, None, None
     slots = None if cache.compressor is None else cache.compressor.entries.shape[1]
-    visibility = Visibility(documents, config.sliding_window, ratio, history=history, capacity=slots)
+    visibility = Visibility.continuing(documents, config.sliding_window, ratio, slots)
     if compressor is not None and cache.compressor is not None:
         compressed = _compressed(layer, compressor, cache.compressor, cache.lengths, counts, x)
         entries = compressed.entries
@@ -54,7 +53,7 @@ def append_tokens(
             indices = compressor.indexer.select(queries, weights, indexer.entries, visibility)
     attended = core_attention(
         q,
-        jnp.concatenate([cache.recent_keys(history), kv], axis=1),
+        jnp.concatenate([cache.recent_keys(visibility.history), kv], axis=1),
         entries,
         visibility=visibility,
         indices=indices,

@@ -58,7 +58,7 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.demo-installed: pyproject.toml | $(VENV)/.created
-	$(BIN)/python $(PIP_INSTALL) -e '.[demo]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[checkpoint,demo]'
 	touch $@
 
 $(VENV)/.test-installed: pyproject.toml | $(VENV)/.created
@@ -99,7 +99,7 @@ $(NEWEST)/.test-installed: pyproject.toml | $(NEWEST)/.created
 define WHEEL_CHECK
 import importlib.resources, subprocess, sys, time
 
-HEAVY = {"hypothesis", "matplotlib", "rich", "tokamax", "torch", "transformers"}
+HEAVY = {"hypothesis", "matplotlib", "rich", "safetensors", "tokamax", "torch", "transformers"}
 PROBE = """
 import sys, time
 tried = set()

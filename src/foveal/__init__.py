@@ -2,6 +2,7 @@
 
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cache import AttentionCache, CacheStack
+from foveal.checkpoint import CheckpointError, Dialect, from_maxtext, load_attention, save_attention, to_maxtext
 from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 from foveal.geometry import (
     Documents,
@@ -36,8 +37,10 @@ __all__ = [
     "AttentionCache",
     "AttentionConfig",
     "CacheStack",
+    "CheckpointError",
     "CompressedAttention",
     "Compressor",
+    "Dialect",
     "Documents",
     "GroupedLinear",
     "IndexerLoss",
@@ -58,15 +61,19 @@ __all__ = [
     "apply_rope",
     "core_attention",
     "explain",
+    "from_maxtext",
     "grouped_projection",
     "indexer_loss",
     "indexer_recall",
     "layer_types_from_compress_ratios",
     "left_aligned",
+    "load_attention",
     "pack_documents",
     "pool_windows",
     "rope_frequencies",
     "rope_table",
+    "save_attention",
     "select_entries",
+    "to_maxtext",
     "unpack",
 ]

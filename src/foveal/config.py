@@ -319,6 +319,17 @@ class AttentionConfig:
 
         return read_hf_config(mapping_or_path, cls)
 
+    def to_hf_config(self) -> dict[str, Any]:
+        """The attention keys of a `config.json`, as transformers 5.24 saves them.
+
+        Returns:
+            What `from_hf_config` reads as this config. Keys that attention does not need (of experts, vocabulary and
+            hyper-connections) are not in it.
+        """
+        from foveal.hf_config import write_hf_config  # imports this module
+
+        return write_hf_config(self)
+
 
 def layer_types_from_compress_ratios(
     compress_ratios: Iterable[int], *, num_layers: int | None = None, csa_ratio: int = 4, hca_ratio: int = 128

@@ -1,4 +1,4 @@
-"""Reads published DeepSeek-V4 configs into `AttentionConfig`, whichever way they are spelled.
+"""Reads published DeepSeek-V4 configs into `AttentionConfig`, whichever way they are spelled, and writes them.
 
 The spellings are those of the released `config.json`, of DeepSeek's `inference/config.json` and of transformers'
 `DeepseekV4Config`. `_SPELLINGS` is the one list of them. A value may be spelled more than once if all agree.
@@ -8,6 +8,7 @@ YaRN, another rotary base, other layer types), and a wrong one changes every out
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -105,6 +106,33 @@ def read_hf_config(
         return config_type(**(plain | combined))
 
 
+def write_hf_config(config: AttentionConfig) -> dict[str, Any]:
+    """What `read_hf_config` reads as this config; `AttentionConfig.to_hf_config` describes it."""
+    fields = (field for field in dataclasses.fields(config) if isinstance(getattr(config, field.name), (int, float)))
+    plain = {field.name: getattr(config, field.name) for field in fields if field.name not in _PUBLISHED_RATIOS}
+    tables = {"main": config.rope, "compress": config.compress_rope}
+    factor = config.qk_rope_head_dim / config.head_dim
+    return {
+        "model_type": "deepseek_v4",
+        **plain,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": [str(layer_type) for layer_type in config.layer_types],
+        "compress_rates": {str(LayerType.CSA): config.csa_ratio, str(LayerType.HCA): config.hca_ratio},
+        "partial_rotary_factor": factor,
+        "rope_theta": config.rope.theta,
+        "compress_rope_theta": config.compress_rope.theta,
+        "rope_parameters": {name: _rope_section(rope, factor) for name, rope in tables.items()},
+        **{key: value for key, value, _ in _FIXED},
+    }
+
+
+def _rope_section(rope: RopeConfig, partial_rotary_factor: float) -> dict[str, Any]:
+    section = {"rope_theta": rope.theta, "partial_rotary_factor": partial_rotary_factor}
+    if rope.yarn is None:
+        return {"rope_type": "default", **section}
+    return {"rope_type": "yarn", **dataclasses.asdict(rope.yarn), "attention_factor": 1.0, **section}
+
+
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
     """Prefix errors with the place in the user's file that they are about."""
@@ -127,7 +155,7 @@ def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
         path = path / "config.json"
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON file, got {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object at the top level, got {type(config).__name__}")

@@ -1,0 +1,260 @@
+"""Safetensors files and their index, read without trusting them.
+
+`safetensors` checks a file's header: its length, the shapes, that tensors neither overlap nor leave gaps nor reach
+beyond the file. It can hand FP8 and BF16 tensors to NumPy in no way, so their bytes are read here; what it lets pass,
+two tensors of one name, is refused here. Nothing is unpickled, and no file outside the directory is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""Those dtypes of safetensors that attention's weights come in."""
+
+_SHOWN = 40
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged or is not what was expected.
+
+    Args:
+        path: of the checkpoint.
+        problems: all that was found, each naming the tensor or file.
+
+    Attributes:
+        problems: likewise.
+    """
+
+    def __init__(self, path: os.PathLike[str] | str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        lines = [f"{path}: {problem}" for problem in self.problems[:_SHOWN]]
+        if len(self.problems) > _SHOWN:
+            lines.append(f"and {len(self.problems) - _SHOWN} more")
+        super().__init__("\n".join(lines))
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+        name: its name.
+        dtype: as safetensors spells it.
+        shape: its shape.
+        file: the file that holds it.
+        start: of its first byte in the file.
+        size: in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    size: int
+
+    def read(self) -> np.ndarray:
+        """The tensor, in memory of its own.
+
+        Raises:
+            CheckpointError: the file has become shorter than its header says.
+        """
+        with open(self.file, "rb") as file:
+            values = np.fromfile(file, np.uint8, self.size, offset=self.start)
+        if values.size != self.size:
+            raise CheckpointError(self.file, [f"{self.name}: expected {self.size} bytes, got {values.size}"])
+        return values.view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint: a directory, with or without an index, or one file.
+
+    Headers are read when a tensor of theirs is asked for; without an index at once, as nothing else tells the names.
+
+    Args:
+        path: of a directory with `model.safetensors.index.json`, `model.safetensors` or other `.safetensors` files; of
+            an index; or of a `.safetensors` file.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or it is damaged.
+        ImportError: safetensors is missing.
+    """
+
+    def __init__(self, path: os.PathLike[str] | str) -> None:
+        path = Path(path)
+        self.path, self.directory = path, path if path.is_dir() else path.parent
+        self._headers: dict[Path, dict[str, StoredTensor]] = {}
+        index = path / INDEX if path.is_dir() else path if path.suffix == ".json" else None
+        self._listed: dict[str, Path] | None = None
+        if index is not None and index.exists():
+            self._listed = _read_index(index)
+            self.where = self._listed
+            return
+        self.where = {}
+        for file in _without_index(path):
+            for name in self._header(file):
+                if name in self.where:
+                    raise CheckpointError(path, [f"{name}: both in {self.where[name].name} and in {file.name}"])
+                self.where[name] = file
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files that hold tensors, whether they are here or not."""
+        return tuple(sorted(set(self.where.values())))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """One of the tensors named in `where`.
+
+        Raises:
+            CheckpointError: its file is missing or damaged, or does not hold what the index says.
+        """
+        return self._header(self.where[name])[name]
+
+    def _header(self, file: Path) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            header = read_header(file)
+            if self._listed is not None:
+                listed = {name for name, where in self._listed.items() if where == file}
+                _check_listed(file, set(header), listed)
+            self._headers[file] = header
+        return self._headers[file]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+        ImportError: safetensors is missing.
+    """
+    safetensors = require_safetensors()
+    try:
+        with safetensors.safe_open(os.fspath(file), framework="np") as opened:
+            names = set(opened.keys())
+        with open(file, "rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = _parse_json(raw.read(length))
+    except FileNotFoundError:
+        raise CheckpointError(file, ["there is no such file"]) from None
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(file, [f"expected a safetensors file, got {_one_line(error)}"]) from error
+    header.pop("__metadata__", None)
+    if set(header) != names:  # two readers of one JSON text: it means the same to both, or nothing is read
+        raise CheckpointError(file, ["expected a safetensors header, got one that can be read in two ways"])
+    return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
+
+
+def require_safetensors() -> Any:
+    """The module `safetensors`.
+
+    Raises:
+        ImportError: it is missing; the message says what to install.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("safetensors is missing: install foveal[checkpoint]") from error
+    return safetensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in which no key occurs twice.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        value = _parse_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(path, ["there is no such file"]) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path, [f"expected a JSON file, got {_one_line(error)}"]) from error
+    return value
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(path, [f"weight_map: expected an object, got {type(listed).__name__}"])
+    problems = [f"weight_map: {name!r}: {problem}" for name, file in listed.items() if (problem := _refused(file))]
+    if problems:
+        raise CheckpointError(path, problems)
+    return {name: path.parent / file for name, file in listed.items()}
+
+
+def _refused(file: object) -> str | None:
+    """Why the name of a file in an index is not followed."""
+    if not isinstance(file, str):
+        return f"expected the name of a file, got {type(file).__name__}"
+    posix, windows = PurePosixPath(file), PureWindowsPath(file)
+    plain = file.isprintable() and not posix.is_absolute() and not windows.anchor and ".." not in windows.parts
+    if not plain or windows.parts != posix.parts:
+        return f"expected a file inside the checkpoint's directory, got {file!r}"
+    if posix.suffix != ".safetensors":
+        return f"expected a .safetensors file, got {file!r}"
+    return None
+
+
+def _without_index(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(path, [f"expected {INDEX} or .safetensors files, got none"])
+    return found
+
+
+def _check_listed(file: Path, held: set[str], listed: set[str]) -> None:
+    problems = [f"{name}: the index says it is here, but it is not" for name in sorted(listed - held)]
+    problems += [f"{name}: is here, but the index does not say so" for name in sorted(held - listed)]
+    if problems:
+        raise CheckpointError(file, problems)
+
+
+def _stored(name: str, entry: dict[str, Any], file: Path, data: int) -> StoredTensor:
+    start, stop = entry["data_offsets"]
+    tensor = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, data + start, stop - start)
+    dtype = DTYPES.get(tensor.dtype)
+    assert dtype is None or math.prod(tensor.shape) * dtype.itemsize == tensor.size  # safetensors has checked it
+    return tensor
+
+
+def _parse_json(text: bytes) -> dict[str, Any]:
+    value = json.loads(text, object_pairs_hook=_unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} at the top level")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        counts: dict[str, int] = defaultdict(int)
+        for key, _ in pairs:
+            counts[key] += 1
+        raise ValueError(f"the key {next(key for key, n in counts.items() if n > 1)!r} twice")
+    return made
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,166 @@
+"""Parameters to and from MaxText's trees (0.2.5): other names, heads as an axis of their own, layers stacked by scan.
+
+MaxText's DeepSeek-V4 has no YaRN: on the compressed layers the same parameters compute something else there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from foveal.checkpoint.files import CheckpointError
+from foveal.checkpoint.load import abstract_layer, parameter_shapes
+from foveal.checkpoint.names import maxtext_path, maxtext_shape, rows_of
+from foveal.checkpoint.save import common_config, parameters
+from foveal.config import AttentionConfig
+from foveal.nn.attention import CompressedAttention
+from foveal.typing import Array, DTypeLike, Precision
+
+UNSCANNED = 3
+"""How many layers come before those that MaxText scans: its `first_num_hash_layers`."""
+
+_PERIOD = 2  # HCA and CSA in turn
+_SCAN_AXIS = 1  # MaxText's param_scan_axis
+_DECODER = ("params", "decoder")
+
+
+class _Place(NamedTuple):
+    """Where a layer's attention lies: the path of its tree, and which of the stacked layers it is, if they are."""
+
+    path: tuple[str, ...]
+    stacked: int | None
+
+
+def to_maxtext(layers: Mapping[int, CompressedAttention], *, scan: bool = False) -> dict[str, Any]:
+    """Layers as MaxText's parameters.
+
+    Args:
+        layers: the layers by index; with `scan` all of the model's.
+        scan: stack the layers from the fourth on, as MaxText's `scan_layers` wants them: those at odd indices in
+            `scanned_blocks.layers_0`, those at even ones in `scanned_blocks.layers_1`, along axis 1.
+
+    Returns:
+        {"params": {"decoder": {"layers_0": {"self_attention": {"wq_a": {"kernel": ...}, ...}}, ...}}}, arrays in
+        their own dtypes, kernels [in, out], [in, heads, head_dim] for `wq_b` and `wkv`.
+
+    Raises:
+        ValueError: no layers, layers of different models; with `scan`, layers missing or not two types in turn.
+    """
+    config = common_config(layers)
+    flat: dict[tuple[str, ...], Array] = {}
+    stacks: dict[tuple[str, ...], dict[int, Array]] = {}
+    for index, place in _places(config, sorted(layers), scan).items():
+        for row, value in parameters(layers[index]):
+            path = (*place.path, *maxtext_path(row, layers[index].layer_type))
+            reshaped = value.reshape(maxtext_shape(row, config, value.shape))
+            if place.stacked is None:
+                flat[path] = reshaped
+            else:
+                stacks.setdefault(path, {})[place.stacked] = reshaped
+    for path, members in stacks.items():
+        flat[path] = jnp.stack([members[i] for i in range(len(members))], axis=_SCAN_AXIS)
+    return traverse_util.unflatten_dict(flat)
+
+
+def from_maxtext(
+    params: Mapping[str, Any],
+    config: AttentionConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike | None = None,
+    precision: Precision = None,
+) -> dict[int, CompressedAttention]:
+    """The attention layers of MaxText's parameters.
+
+    Args:
+        params: the tree of a MaxText checkpoint, scanned or not: {"params": {"decoder": ...}}, also where it lies in
+            another "params". What is not attention is passed over.
+        config: of the model.
+        dtype: of activations.
+        param_dtype: of the kernels; `dtype` by default.
+        precision: of the matmuls.
+
+    Returns:
+        All layers of the config by index.
+
+    Raises:
+        CheckpointError: a `ValueError` listing parameters that are missing, unexpected or of another shape.
+        ValueError: not such a tree.
+    """
+    decoder = _decoder(params)
+    scan = "scanned_blocks" in decoder
+    flat = traverse_util.flatten_dict({"params": {"decoder": decoder}})
+    left = {path for path in flat if "self_attention" in path}
+    problems: list[str] = []
+    values: dict[int, dict[str, Any]] = {}
+    places = _places(config, list(range(config.num_layers)), scan)
+    for index, place in places.items():
+        shapes, layer_type = parameter_shapes(config, index), config.layer_type(index)
+        values[index] = {}
+        for row in rows_of(layer_type):
+            path = (*place.path, *maxtext_path(row, layer_type))
+            left.discard(path)
+            value, problem = _taken(flat.get(path), place, places, maxtext_shape(row, config, shapes[row.path]))
+            if problem is None:
+                values[index][row.path] = np.reshape(value, shapes[row.path])
+            else:
+                problems.append(f"{'-'.join(path)}: {problem}")
+    problems += [f"{'-'.join(path)}: unexpected" for path in sorted(left)]
+    if problems:
+        raise CheckpointError("params", dict.fromkeys(problems))
+    made = {}
+    for index, by_path in values.items():
+        abstract = abstract_layer(config, index, dtype, dtype if param_dtype is None else param_dtype, precision)
+        graph, state = nnx.split(abstract)
+        leaves = {
+            path: leaf.replace(jnp.asarray(by_path[".".join(map(str, path))], leaf.dtype))
+            for path, leaf in nnx.to_flat_state(state)
+        }
+        made[index] = nnx.merge(graph, nnx.from_flat_state(leaves))
+    return made
+
+
+def _places(config: AttentionConfig, layers: list[int], scan: bool) -> dict[int, _Place]:
+    if not scan:
+        return {i: _Place((*_DECODER, f"layers_{i}", "self_attention"), None) for i in layers}
+    if layers != list(range(config.num_layers)):
+        raise ValueError(f"layers: expected all {config.num_layers} layers, to be scanned over, got {layers}")
+    types = config.layer_types[UNSCANNED:]
+    pair = types[:_PERIOD]
+    if not types or len(types) % _PERIOD or types != pair * (len(types) // _PERIOD):
+        raise ValueError(
+            f"layers: expected two types in turn from layer {UNSCANNED} on, to be scanned over, got "
+            f"{[str(layer_type) for layer_type in types]}"
+        )
+    places = _places(config, layers[:UNSCANNED], scan=False)
+    for i in layers[UNSCANNED:]:
+        stacked, member = divmod(i - UNSCANNED, _PERIOD)
+        places[i] = _Place((*_DECODER, "scanned_blocks", f"layers_{member}", "self_attention"), stacked)
+    return places
+
+
+def _taken(value: Any, place: _Place, places: dict[int, _Place], shape: tuple[int, ...]) -> tuple[Any, str | None]:
+    """A layer's part of an array, or what is wrong with it."""
+    if value is None:
+        return None, "missing"
+    expected = shape
+    if place.stacked is not None:
+        count = sum(other.path == place.path for other in places.values())
+        expected = (*shape[:_SCAN_AXIS], count, *shape[_SCAN_AXIS:])
+    if tuple(value.shape) != expected:
+        return None, f"expected shape {list(expected)}, got {list(value.shape)}"
+    return (value if place.stacked is None else value.take(place.stacked, axis=_SCAN_AXIS)), None
+
+
+def _decoder(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    tree: Any = params
+    while isinstance(tree, Mapping) and "decoder" not in tree and isinstance(tree.get("params"), Mapping):
+        tree = tree["params"]
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("decoder"), Mapping):
+        keys = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        raise ValueError(f'params: expected a tree with ["params"]["decoder"], got {keys}')
+    return tree["decoder"]

@@ -1,0 +1,247 @@
+"""What every parameter of a layer is called in checkpoints, and how it lies there: the one table, read both ways.
+
+A row is a parameter of `CompressedAttention`. Linear kernels are [in, out] here and [out, in] in files; the grouped
+output projection is [G, in, out] here and [G * out, in] there. The indexer sits inside the compressor here, as in
+transformers' modules; in DeepSeek's files the indexer has a compressor of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from foveal.config import AttentionConfig, LayerType
+
+
+class Dialect(enum.StrEnum):
+    """Whose names a checkpoint has.
+
+    `DEEPSEEK`: the released files, `layers.0.attn.wq_a.weight`. `TRANSFORMERS`: the modules of transformers' model,
+    `model.layers.0.self_attn.q_a_proj.weight`. `TRANSFORMERS_SAVED`: what `save_pretrained` of transformers 5.24
+    writes, DeepSeek's names under `model.` but for `attn.norm.weight`.
+    """
+
+    DEEPSEEK = "deepseek"
+    TRANSFORMERS = "transformers"
+    TRANSFORMERS_SAVED = "transformers-saved"
+
+
+class Layout(enum.Enum):
+    """How a file's array becomes the module's."""
+
+    SAME = enum.auto()
+    LINEAR = enum.auto()
+    """[out, in] becomes [in, out]."""
+    GROUPED = enum.auto()
+    """[G * out, in] becomes [G, in, out]."""
+
+
+class Stored(enum.StrEnum):
+    """The dtype in the released files, as safetensors spells it. F8_E4M3 comes with a scale for each block."""
+
+    F8 = "F8_E4M3"
+    BF16 = "BF16"
+    F32 = "F32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One parameter.
+
+    Attributes:
+        path: in the module, dotted.
+        deepseek: after `layers.N.attn.` in the released files.
+        transformers: after `model.layers.N.self_attn.` in transformers' modules.
+        saved: after `model.layers.N.attn.` in what transformers saves.
+        maxtext: after `self_attention-` in MaxText's parameters; {c} is csa_compressor or hca_compressor.
+        layout: of the file's array. MaxText's kernels are laid out as the module's.
+        stored: the released dtype.
+        maxtext_heads: the field of `AttentionConfig`, or a number, by which MaxText splits the kernel's outputs.
+    """
+
+    path: str
+    deepseek: str
+    transformers: str
+    saved: str
+    maxtext: str
+    layout: Layout
+    stored: Stored
+    maxtext_heads: str | int | None = None
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a matmul's operand: of `param_dtype`. All else is float32 in any case."""
+        return self.layout is not Layout.SAME
+
+    def is_in(self, layer_type: LayerType) -> bool:
+        """Whether layers of this type have it."""
+        if self.path.startswith("compressor.indexer."):
+            return layer_type is LayerType.CSA
+        return layer_type is not LayerType.SLIDING or not self.path.startswith("compressor.")
+
+    def suffix(self, dialect: Dialect) -> str:
+        """The name after the layer's prefix."""
+        names = {
+            Dialect.DEEPSEEK: self.deepseek,
+            Dialect.TRANSFORMERS: self.transformers,
+            Dialect.TRANSFORMERS_SAVED: self.saved,
+        }
+        return names[dialect]
+
+    def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in files of the module's shape."""
+        if self.layout is Layout.GROUPED:
+            groups, inputs, outputs = shape
+            return groups * outputs, inputs
+        return tuple(shape[::-1]) if self.layout is Layout.LINEAR else tuple(shape)
+
+    def to_module(self, stored: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The module's array, of this shape, of a file's; a view."""
+        if self.layout is Layout.GROUPED:
+            groups, inputs, outputs = shape
+            return stored.reshape(groups, outputs, inputs).swapaxes(1, 2)
+        return stored.T if self.layout is Layout.LINEAR else stored
+
+    def to_file(self, value: np.ndarray) -> np.ndarray:
+        """The inverse of `to_module`; contiguous."""
+        turned = value.swapaxes(-1, -2) if self.is_kernel else value
+        return np.ascontiguousarray(turned).reshape(self.file_shape(value.shape))
+
+
+_LINEAR, _GROUPED, _SAME = Layout.LINEAR, Layout.GROUPED, Layout.SAME
+_F8, _BF16, _F32 = Stored.F8, Stored.BF16, Stored.F32
+_C, _I = "compressor.", "compressor.indexer."
+
+# fmt: off
+ROWS: tuple[Row, ...] = (
+    #   module, DeepSeek, transformers' modules, transformers' files, MaxText, layout, released dtype
+    Row("q_a_proj.kernel", "wq_a.weight", "q_a_proj.weight", "wq_a.weight", "wq_a-kernel", _LINEAR, _F8),
+    Row("q_a_norm.scale", "q_norm.weight", "q_a_norm.weight", "q_norm.weight", "q_norm-scale", _SAME, _BF16),
+    Row("q_b_proj.kernel", "wq_b.weight", "q_b_proj.weight", "wq_b.weight", "wq_b-kernel", _LINEAR, _F8,
+        maxtext_heads="num_attention_heads"),
+    Row("kv_proj.kernel", "wkv.weight", "kv_proj.weight", "wkv.weight", "wkv-kernel", _LINEAR, _F8, maxtext_heads=1),
+    Row("kv_norm.scale", "kv_norm.weight", "kv_norm.weight", "norm.weight", "kv_norm-scale", _SAME, _BF16),
+    Row("sinks", "attn_sink", "sinks", "attn_sink", "sinks", _SAME, _F32),
+    Row("o_a_proj.kernel", "wo_a.weight", "o_a_proj.weight", "wo_a.weight", "o_a_proj-kernel", _GROUPED, _F8),
+    Row("o_b_proj.kernel", "wo_b.weight", "o_b_proj.weight", "wo_b.weight", "o_b_proj-kernel", _LINEAR, _F8),
+
+    Row(_C + "kv_proj.kernel", "compressor.wkv.weight", _C + "kv_proj.weight", "compressor.wkv.weight",
+        "{c}-kv_proj-kernel", _LINEAR, _BF16),
+    Row(_C + "gate_proj.kernel", "compressor.wgate.weight", _C + "gate_proj.weight", "compressor.wgate.weight",
+        "{c}-gate_proj-kernel", _LINEAR, _BF16),
+    Row(_C + "position_bias", "compressor.ape", _C + "position_bias", "compressor.ape",
+        "{c}-position_bias", _SAME, _F32),
+    Row(_C + "kv_norm.scale", "compressor.norm.weight", _C + "kv_norm.weight", "compressor.norm.weight",
+        "{c}-kv_norm-scale", _SAME, _BF16),
+
+    Row(_I + "q_b_proj.kernel", "indexer.wq_b.weight", _I + "q_b_proj.weight", "indexer.wq_b.weight",
+        "{c}-indexer-q_proj-kernel", _LINEAR, _F8),
+    Row(_I + "scorer.weights_proj.kernel", "indexer.weights_proj.weight", _I + "scorer.weights_proj.weight",
+        "indexer.weights_proj.weight", "{c}-indexer-weights_proj-kernel", _LINEAR, _BF16),
+    Row(_I + "kv_proj.kernel", "indexer.compressor.wkv.weight", _I + "kv_proj.weight", "indexer.compressor.wkv.weight",
+        "{c}-indexer-kv_proj-kernel", _LINEAR, _BF16),
+    Row(_I + "gate_proj.kernel", "indexer.compressor.wgate.weight", _I + "gate_proj.weight",
+        "indexer.compressor.wgate.weight", "{c}-indexer-gate_proj-kernel", _LINEAR, _BF16),
+    Row(_I + "position_bias", "indexer.compressor.ape", _I + "position_bias", "indexer.compressor.ape",
+        "{c}-indexer-position_bias", _SAME, _F32),
+    Row(_I + "kv_norm.scale", "indexer.compressor.norm.weight", _I + "kv_norm.weight", "indexer.compressor.norm.weight",
+        "{c}-indexer-kv_norm-scale", _SAME, _BF16),
+)
+# fmt: on
+
+SCALE_SUFFIXES = (".scale", ".weight_scale_inv")
+"""What replaces `.weight` in the name of its blocks' scales: the releases' ending, and transformers'."""
+
+_PREFIXES = {
+    Dialect.DEEPSEEK: "layers.{}.attn.",
+    Dialect.TRANSFORMERS: "model.layers.{}.self_attn.",
+    Dialect.TRANSFORMERS_SAVED: "model.layers.{}.attn.",
+}
+# A base model of transformers is saved without `model.`, and others save DeepSeek's names with it.
+_ATTENTION = re.compile(r"(?:model\.)?layers\.(0|[1-9]\d{0,8})\.(attn|self_attn)\.(.+)", re.DOTALL)
+
+
+class AttentionName(NamedTuple):
+    """A tensor's name, taken apart.
+
+    Attributes:
+        full: the name itself.
+        layer: the layer's index.
+        module: "attn" or "self_attn".
+        suffix: what follows.
+    """
+
+    full: str
+    layer: int
+    module: str
+    suffix: str
+
+
+def rows_of(layer_type: LayerType) -> tuple[Row, ...]:
+    """The parameters of a layer of this type."""
+    return tuple(row for row in ROWS if row.is_in(layer_type))
+
+
+def layer_prefix(dialect: Dialect, layer: int) -> str:
+    """What the names of a layer's attention begin with."""
+    return _PREFIXES[dialect].format(layer)
+
+
+def full_name(row: Row, dialect: Dialect, layer: int) -> str:
+    """What a parameter is called in a checkpoint."""
+    return layer_prefix(dialect, layer) + row.suffix(dialect)
+
+
+def scale_names(weight: str) -> tuple[str, ...]:
+    """What the scales of a quantised weight may be called."""
+    return tuple(weight.removesuffix(".weight") + suffix for suffix in SCALE_SUFFIXES)
+
+
+def scale_name(weight: str, dialect: Dialect) -> str:
+    """What the scales of a quantised weight are called in this dialect."""
+    return scale_names(weight)[0 if dialect is Dialect.DEEPSEEK else 1]
+
+
+def attention_names(names: Iterable[str]) -> list[AttentionName]:
+    """Those names that belong to a layer's attention, in whichever dialect; layers of `mtp.` do not count."""
+    found = ((name, _ATTENTION.fullmatch(name)) for name in names)
+    return [AttentionName(name, int(match[1]), match[2], match[3]) for name, match in found if match]
+
+
+def dialect_of(names: Sequence[AttentionName]) -> Dialect:
+    """The dialect that most of these names are in."""
+    modules = Counter(name.module for name in names)
+    if modules["self_attn"] > modules["attn"]:
+        return Dialect.TRANSFORMERS
+    saved = sum(1 if name.suffix == "norm.weight" else -1 for name in names if name.suffix.startswith(("norm", "kv_n")))
+    return Dialect.TRANSFORMERS_SAVED if saved > 0 else Dialect.DEEPSEEK
+
+
+def module_of(dialect: Dialect) -> str:
+    """What the attention of a layer is called: "attn" or "self_attn"."""
+    return _PREFIXES[dialect].split(".")[-2]
+
+
+def compressor_in_maxtext(layer_type: LayerType) -> str:
+    """What MaxText calls the compressor of a layer of this type."""
+    return "csa_compressor" if layer_type is LayerType.CSA else "hca_compressor"
+
+
+def maxtext_path(row: Row, layer_type: LayerType) -> tuple[str, ...]:
+    """Below `self_attention` in MaxText's parameters."""
+    return tuple(row.maxtext.format(c=compressor_in_maxtext(layer_type)).split("-"))
+
+
+def maxtext_shape(row: Row, config: AttentionConfig, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in MaxText of the module's shape."""
+    if row.maxtext_heads is None:
+        return tuple(shape)
+    heads = getattr(config, row.maxtext_heads) if isinstance(row.maxtext_heads, str) else row.maxtext_heads
+    inputs, outputs = shape
+    return inputs, heads, outputs // heads

@@ -1,0 +1,116 @@
+"""Safetensors files with an index, written so that a directory is there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foveal.checkpoint.files import INDEX, SINGLE, require_safetensors
+
+SHARD_BYTES = 5_000_000_000
+"""How large a file may become by default."""
+
+
+class ToWrite(NamedTuple):
+    """A tensor that is made when it is needed.
+
+    Attributes:
+        name: in the file.
+        size: in bytes.
+        make: returns the array.
+    """
+
+    name: str
+    size: int
+    make: Callable[[], np.ndarray]
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    tensors: Sequence[ToWrite],
+    config: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes `config.json`, safetensors files and their index into a new directory; of the tensors one file at a time.
+
+    Raises:
+        ValueError: there is something at the path already, or `shard_bytes` is below 1.
+        ImportError: safetensors is missing.
+    """
+    require_safetensors()
+    from safetensors.numpy import save_file
+
+    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise ValueError(f"shard_bytes: expected an int >= 1, got {shard_bytes!r}")
+    shards = _shards(tensors, shard_bytes)
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
+    with _new_directory(Path(path)) as directory:
+        for name, shard in zip(names, shards, strict=True):
+            # "pt": transformers loads nothing that does not say so.
+            save_file({tensor.name: tensor.make() for tensor in shard}, directory / name, metadata={"format": "pt"})
+        placed = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(tensor.size for tensor in tensors)
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))})
+        _write_json(directory / "config.json", config)
+
+
+def _shards(tensors: Sequence[ToWrite], most: int) -> list[list[ToWrite]]:
+    """In order, each as large as may be; a tensor larger than that is alone."""
+    shards: list[list[ToWrite]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.size > room:
+            shards.append([])
+            room = most
+        shards[-1].append(tensor)
+        room -= tensor.size
+    return shards
+
+
+@contextlib.contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """A directory that appears at `path` when all is written to disk, and leaves nothing behind otherwise."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"path: expected nothing or an empty directory, got {path}, which exists")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield made
+        made.chmod(0o777 & ~_umask())
+        for file in [*made.iterdir(), made]:
+            _sync(file)
+        os.replace(made, path)  # onto an empty directory too
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Reading published configs: three spellings of the released models, and all that is not DeepSeek-V4."""
 
 import copy
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -397,3 +398,43 @@ def test_transformers_rates_and_odd_sizes_round_trip(tmp_path: pathlib.Path) -> 
     assert (read.csa_ratio, read.hca_ratio, read.qk_rope_head_dim, read.layer_types) == (2, 8, 22, (CSA, HCA))
     # Bare DeepseekV4Config has no YaRN, says so in the file, and is taken at its word.
     assert read.compress_rope == RopeConfig(160_000)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("name", ["tiny", "deepseek_v4_flash", "deepseek_v4_pro"])
+def test_what_is_written_is_read_as_the_same(name, tmp_path):
+    config = getattr(AttentionConfig, name)()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf_config()))
+    assert AttentionConfig.from_hf_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope": RopeConfig(500.0, YarnConfig(4.0, 100, 16.0, 2.0))},
+        {"compress_rope": RopeConfig(1e6)},
+        {"csa_ratio": 3, "hca_ratio": 3},
+        {"head_dim": 48, "qk_rope_head_dim": 22, "rms_norm_eps": 1e-5, "initializer_range": 0.0},
+    ],
+    ids=str,
+)
+def test_unusual_configs_too(changes):
+    config = dataclasses.replace(AttentionConfig.tiny(), **changes)
+    assert AttentionConfig.from_hf_config(json.loads(json.dumps(config.to_hf_config()))) == config
+
+
+@pytest.mark.parametrize("name", ["tiny", "deepseek_v4_flash", "deepseek_v4_pro"])
+def test_transformers_reads_what_is_written(name):
+    theirs = pytest.importorskip("transformers").DeepseekV4Config
+    config = getattr(AttentionConfig, name)()
+    read = theirs(**config.to_hf_config()).to_dict()
+    assert AttentionConfig.from_hf_config(read) == config
+    assert read["layer_types"] == [str(layer_type) for layer_type in config.layer_types]
+
+
+def test_a_config_nested_too_deeply_to_be_one(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json: expected a JSON file"):
+        AttentionConfig.from_hf_config(tmp_path)

@@ -31,6 +31,7 @@ DTYPES: dict[str, np.dtype] = {
 """Those dtypes of safetensors that attention's weights come in."""
 
 _SHOWN = 40
+_MOST_AXES, _MOST_ELEMENTS = 32, 1 << 48
 
 
 class CheckpointError(ValueError):
@@ -41,12 +42,13 @@ class CheckpointError(ValueError):
         problems: all that was found, each naming the tensor or file.
 
     Attributes:
-        problems: likewise.
+        path: likewise.
+        problems: likewise, each on one line: what names say of themselves is not trusted either.
     """
 
     def __init__(self, path: os.PathLike[str] | str, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        lines = [f"{path}: {problem}" for problem in self.problems[:_SHOWN]]
+        self.path, self.problems = path, tuple(map(_printable, problems))
+        lines = [f"{_printable(str(path))}: {problem}" for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"and {len(self.problems) - _SHOWN} more")
         super().__init__("\n".join(lines))
@@ -75,10 +77,13 @@ class StoredTensor(NamedTuple):
         """The tensor, in memory of its own.
 
         Raises:
-            CheckpointError: the file has become shorter than its header says.
+            CheckpointError: the file is gone, or shorter than its header says.
         """
-        with open(self.file, "rb") as file:
-            values = np.fromfile(file, np.uint8, self.size, offset=self.start)
+        try:
+            with open(self.file, "rb") as file:
+                values = np.fromfile(file, np.uint8, self.size, offset=self.start)
+        except OSError as error:
+            raise CheckpointError(self.file, [f"{self.name}: cannot be read: {error}"]) from error
         if values.size != self.size:
             raise CheckpointError(self.file, [f"{self.name}: expected {self.size} bytes, got {values.size}"])
         return values.view(DTYPES[self.dtype]).reshape(self.shape)
@@ -104,7 +109,7 @@ class CheckpointFiles:
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
         index = path / INDEX if path.is_dir() else path if path.suffix == ".json" else None
         self._listed: dict[str, Path] | None = None
-        if index is not None and index.exists():
+        if index is not None and os.path.lexists(index):
             self._listed = _read_index(index)
             self.where = self._listed
             return
@@ -146,20 +151,38 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ImportError: safetensors is missing.
     """
     safetensors = require_safetensors()
+    if not os.path.isfile(file):  # nor a pipe, which would be waited for
+        what = "expected a safetensors file, got no file" if os.path.exists(file) else "there is no such file"
+        raise CheckpointError(file, [what])
     try:
         with safetensors.safe_open(os.fspath(file), framework="np") as opened:
             names = set(opened.keys())
         with open(file, "rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = _parse_json(raw.read(length))
-    except FileNotFoundError:
-        raise CheckpointError(file, ["there is no such file"]) from None
-    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(file, [f"expected a safetensors file, got {_one_line(error)}"]) from error
     header.pop("__metadata__", None)
     if set(header) != names:  # two readers of one JSON text: it means the same to both, or nothing is read
         raise CheckpointError(file, ["expected a safetensors header, got one that can be read in two ways"])
+    problems = [f"{name}: {problem}" for name, entry in header.items() if (problem := _malformed(entry))]
+    if problems:
+        raise CheckpointError(file, problems)
     return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
+
+
+def _malformed(entry: Any) -> str | None:
+    """What is wrong with a tensor's entry that safetensors lets pass: it reads lists as objects and the like."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return "expected an object with dtype, shape and data_offsets"
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+            return "expected lists of whole numbers as shape and data_offsets"
+    # Of a tensor without elements the other axes may be of any length, which NumPy cannot hold.
+    if len(shape) > _MOST_AXES or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        return f"expected a shape that can be, got {str(shape)[:200]}"
+    return None
 
 
 def require_safetensors() -> Any:
@@ -258,3 +281,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _printable(text: str) -> str:
+    """With escapes for what would begin another line or steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

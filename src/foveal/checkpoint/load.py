@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +140,7 @@ def load_attention(
         CheckpointError: a `ValueError`. Tensors are missing, unexpected, or of another shape or dtype, all of them
             listed in its `problems`; or a file is missing, damaged or hostile.
         ValueError: no such layer, or not the config of a DeepSeek-V4 model.
+        FileNotFoundError: there is no `config.json`, and no config was given.
         ImportError: safetensors is missing (`pip install foveal[checkpoint]`).
     """
     _check_sharding(sharding)
@@ -188,10 +191,15 @@ def abstract_layer(
     )
 
 
-def parameter_shapes(config: AttentionConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: AttentionConfig, layer: int) -> Mapping[str, tuple[int, ...]]:
     """Of a layer's parameters, by dotted path."""
-    flat = nnx.to_flat_state(nnx.state(abstract_layer(config, layer), nnx.Param))
-    return {".".join(map(str, path)): variable.shape for path, variable in flat}
+    return _shapes_of_type(dataclasses.replace(config, layer_types=(config.layer_type(layer),)))
+
+
+@functools.lru_cache(maxsize=16)  # a model has dozens of layers of three types
+def _shapes_of_type(config: AttentionConfig) -> Mapping[str, tuple[int, ...]]:
+    flat = nnx.to_flat_state(nnx.state(abstract_layer(config, 0), nnx.Param))
+    return MappingProxyType({".".join(map(str, path)): variable.shape for path, variable in flat})
 
 
 class _Finder:
@@ -208,7 +216,8 @@ class _Finder:
     ) -> None:
         self.files, self.config, self.dialect, self.layer, self.problems = files, config, dialect, layer, problems
         self.left: dict[str, str] = {}  # the names that no parameter has claimed yet
-        self.prefix = layer_prefix(dialect, layer)
+        prefixes = Counter(name.full.removesuffix(name.suffix) for name in names if name.module == module_of(dialect))
+        self.prefix = max(prefixes, key=lambda prefix: prefixes[prefix], default=layer_prefix(dialect, layer))
         for name in names:
             if name.module != module_of(dialect):
                 self._note(name.full, f"unexpected among {dialect} names")
@@ -216,7 +225,6 @@ class _Finder:
                 self._note(name.full, f"the same as {self.left[name.suffix]}")
             else:
                 self.left[name.suffix] = name.full
-                self.prefix = name.full.removesuffix(name.suffix)
 
     def sources(self) -> tuple[Source, ...]:
         """Of every parameter that is all right."""
@@ -230,18 +238,19 @@ class _Finder:
     def _source(self, row: Row, shape: tuple[int, ...]) -> Source | None:
         suffix, expected = row.suffix(self.dialect), row.file_shape(shape)
         weight = self._tensor(suffix)
-        if weight is None:
-            return None
-        quantized = weight.dtype == "F8_E4M3" and row.is_kernel
-        right = self._check_shape(weight, expected)
-        if not quantized and weight.dtype not in _PLAIN:
+        if weight is not None and weight.dtype == "F8_E4M3" and row.is_kernel:
+            right = self._check_shape(weight, expected)
+            scale = self._scale(suffix, fp8.scale_shape((expected[0], expected[1])))
+            return Source(row, weight, scale) if right and scale is not None else None
+        if weight is not None and weight.dtype in _PLAIN:
+            return Source(row, weight, None) if self._check_shape(weight, expected) else None
+        if weight is not None:
             kinds = ", ".join(_PLAIN) + (" or F8_E4M3" if row.is_kernel else "")
             self._note(weight.name, f"expected {kinds}, got {weight.dtype}")
-            right = False
-        if not quantized:
-            return Source(row, weight, None) if right else None
-        scale = self._scale(suffix, fp8.scale_shape((expected[0], expected[1])))
-        return Source(row, weight, scale) if right and scale is not None else None
+            self._check_shape(weight, expected)
+        for name in scale_names(suffix):  # of a weight of which nothing is known there is nothing to say
+            self.left.pop(name, None)
+        return None
 
     def _scale(self, suffix: str, shape: tuple[int, int]) -> StoredTensor | None:
         given = [name for name in scale_names(suffix) if name in self.left] or [scale_names(suffix)[0]]
@@ -267,7 +276,7 @@ class _Finder:
         try:
             return self.files.tensor(name)
         except CheckpointError as error:  # of a whole file: said once, not for each of its tensors
-            self.problems |= dict.fromkeys(str(error).splitlines())
+            self.problems |= dict.fromkeys(f"{error.path}: {problem}" for problem in error.problems)
             return None
 
     def _note(self, name: str, problem: str) -> None:
@@ -302,7 +311,7 @@ def _check_sharding(sharding: object) -> None:
         raise ValueError(f"sharding: expected a Mesh, a Sharding or None, got {type(sharding).__name__}")
 
 
-def _placements(state: nnx.State, sharding: Placement) -> dict[tuple[Any, ...], jax.sharding.Sharding | None]:
+def _placements(state: Any, sharding: Placement) -> dict[tuple[Any, ...], jax.sharding.Sharding | None]:
     paths = [path for path, _ in nnx.to_flat_state(state)]
     if isinstance(sharding, jax.sharding.Mesh):
         by_axes = dict(nnx.to_flat_state(nnx.get_named_sharding(state, sharding)))

@@ -164,7 +164,7 @@ _PREFIXES = {
     Dialect.TRANSFORMERS_SAVED: "model.layers.{}.attn.",
 }
 # A base model of transformers is saved without `model.`, and others save DeepSeek's names with it.
-_ATTENTION = re.compile(r"(?:model\.)?layers\.(0|[1-9]\d{0,8})\.(attn|self_attn)\.(.+)", re.DOTALL)
+_ATTENTION = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,8})\.(attn|self_attn)\.(.+)", re.DOTALL)
 
 
 class AttentionName(NamedTuple):

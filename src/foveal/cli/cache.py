@@ -9,7 +9,7 @@ import json
 import jax
 
 from foveal.cache import AttentionCache, CacheStack
-from foveal.cli.console import make_console
+from foveal.cli.console import make_console, short_name, size_text
 from foveal.cli.errors import require
 from foveal.cli.numbers import int_between
 from foveal.cli.presets import PRESETS
@@ -59,15 +59,15 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     kinds = {kind: config.layer_types.count(kind) for kind in LayerType if kind in config.layer_types}
-    table = Table("part", *(f"{n} {_short(kind)}" for kind, n in kinds.items()), "all", "bytes a token")
+    table = Table("part", *(f"{n} {short_name(kind)}" for kind, n in kinds.items()), "all", "bytes a token")
     for column in table.columns[1:]:
         column.justify = "right"
     tokens = args.batch * args.length
     for part, by_type in rows.items():
         total = sum(by_type.values())
-        cells = (_size(by_type.get(str(kind), 0)) for kind in kinds)
+        cells = (size_text(by_type.get(str(kind), 0)) for kind in kinds)
         per_token = f"{total / tokens:,.1f}" if tokens else "-"
-        table.add_row(part, *cells, _size(total), per_token, end_section=part == list(rows)[-2])
+        table.add_row(part, *cells, size_text(total), per_token, end_section=part == list(rows)[-2])
     console = make_console()
     console.print(f"{args.preset}: {args.batch} x {args.length} tokens, {args.dtype}, rollback of {args.max_rollback}")
     console.print(table)
@@ -94,15 +94,3 @@ def _rows(config: AttentionConfig, stack: CacheStack) -> dict[str, dict[str, int
         for kind, size in by_type.items():
             total[kind] += size
     return {**{part: dict(by_type) for part, by_type in parts.items()}, "total": dict(total)}
-
-
-def _short(kind: LayerType) -> str:
-    return {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}[kind]
-
-
-def _size(size: int) -> str:
-    """In the unit that keeps it short."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} B" if size else "-"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from foveal.cli.layer import Sample, make_layer, selected_entries
+from foveal.cli.layer import UNDECIDED, Sample, make_layer, selected_entries
 from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Documents, Visibility, pack_documents
 from foveal.nn import CompressedAttention
@@ -26,7 +26,6 @@ REFERENCE_DOCUMENTS = 6
 """At most as many documents go to the reference, which compiles each of them anew."""
 
 _ALONE_TOKENS = 4096  # at most about as many in one call, so that memory does not grow with the number of documents
-UNDECIDED = 1e-5  # a lead of a selected entry below this is rounding
 # The reference runs once a layer: to optimise it would take far longer than to run it.
 _COMPILE_FAST = {
     "xla_backend_optimization_level": 0,

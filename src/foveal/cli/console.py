@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from foveal.config import LayerType
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,3 +37,16 @@ def progress(console: Console, steps: int, *, disable: bool = False) -> Iterator
             bar.update(task, completed=next(done), description=what)
 
         yield advance
+
+
+def short_name(kind: LayerType) -> str:
+    """What a table calls a layer type."""
+    return {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}[kind]
+
+
+def size_text(size: int) -> str:
+    """Bytes, in the unit that keeps them short."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B" if size else "-"

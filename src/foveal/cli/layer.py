@@ -39,6 +39,9 @@ DEMO_CONFIG = AttentionConfig(
 )
 """The released models' window, ratios and RoPE, in layers small enough for any CPU."""
 
+UNDECIDED = 1e-5
+"""A lead of a selected entry below this is rounding."""
+
 
 class Sample(NamedTuple):
     """Text as a layer's input.
@@ -98,13 +101,12 @@ def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Docum
         assert isinstance(layer.compressor, IndexedCompressor)
         indexer = layer.compressor.indexer
         layout = WindowLayout.of(documents, config.csa_ratio)
-        table = rope_table(documents.positions, config.compress_rope, config.qk_rope_head_dim)
+        projected = layer.project(x, documents)
         keys = indexer(x, layout, rope_table(layout.positions, config.compress_rope, config.qk_rope_head_dim))
-        q_residual = layer.q_a_norm(layer.q_a_proj(x))
         visibility = Visibility(documents, config.sliding_window, config.csa_ratio)
-        queries, weights = indexer.queries(x, q_residual, table)
+        queries, weights = indexer.queries(projected.x, projected.q_residual, projected.table)
         slots = indexer.select(queries, weights, keys, visibility)
-        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", queries, keys))
+        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", queries, keys, preferred_element_type=jnp.float32))
         scores = jnp.einsum("btic,bti->btc", matches, weights)
         return slots, _lead(scores, visibility.entry_mask(), config.index_topk)
 

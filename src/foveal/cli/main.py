@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import foveal
-from foveal.cli import cache, demo
+from foveal.cli import cache, demo, verify
 from foveal.cli import compile as compile_command
 from foveal.cli.errors import CliError
 
-_COMMANDS = (demo, compile_command, cache)
+_COMMANDS = (demo, compile_command, cache, verify)
 """Modules with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that returns an exit
 code. They import what is slow or optional when run, not before."""
 

@@ -1,0 +1,262 @@
+"""`foveal verify`: is this checkpoint what it should be, and does it compute what it should?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foveal.cli.console import make_console, progress, short_name, size_text
+from foveal.cli.errors import CliError, require
+from foveal.cli.numbers import int_between
+from foveal.cli.presets import PRESETS
+from foveal.config import AttentionConfig, LayerType
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from foveal.checkpoint.load import AttentionCheckpoint
+    from foveal.cli.verify_files import Whole
+    from foveal.cli.verify_layer import Comparison, Outputs, Statistics
+    from foveal.nn import CompressedAttention
+
+_DESCRIPTION = """\
+Reads the config and the attention tensors of a DeepSeek-V4 checkpoint (released files, transformers', foveal's),
+compares names, dtypes, shapes and counts with what they must be, and runs each layer on random hidden states in float32
+and bfloat16 beside transformers' own layer, or, where transformers is not installed, beside foveal's reference. Exit
+code 1 says that something disagrees.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `foveal verify`."""
+    summary = "check a checkpoint's attention, and run it beside transformers'"
+    parser = subparsers.add_parser("verify", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("path", nargs="?", metavar="PATH", help="a directory with config.json and safetensors files")
+    add("--random", action="store_true", help="instead of PATH, an FP8 checkpoint of random weights, made for this")
+    add("--preset", choices=tuple(PRESETS), help="whose sizes --random has (default: tiny)")
+    layers = int_between(0, 1 << 16)
+    add("--layer", type=layers, nargs="+", metavar="N", help="layers to look at, from 0 (default: all)")
+    tokens = int_between(1, 1 << 14)
+    add("--tokens", type=tokens, default=320, metavar="N", help="hidden states to run on (default: %(default)s)")
+    add("--seed", type=int_between(0, 2**31 - 1), default=0, metavar="N", help="of these (default: 0)")
+    add("--json", action="store_true", help="print a line of JSON a layer, and one of the checkpoint, and no tables")
+    parser.set_defaults(run=run)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """What is found out about one layer.
+
+    Attributes:
+        layer: its index.
+        layer_type: which of the three it is.
+        statistics: of its weights.
+        comparisons: by dtype.
+    """
+
+    layer: int
+    layer_type: LayerType
+    statistics: Statistics
+    comparisons: dict[str, Comparison]
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """All that is wrong with it."""
+        found = [f"{name} is not finite" for name in self.statistics.not_finite]
+        for dtype, comparison in self.comparisons.items():
+            found += [f"{dtype}: {complaint}" for complaint in comparison.complaints]
+        return tuple(f"layer {self.layer}: {complaint}" for complaint in found)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verifies a checkpoint: 0 if everything agrees, 1 if not.
+
+    Raises:
+        CliError: bad arguments, or rich or safetensors are missing.
+    """
+    if (args.path is None) != args.random:
+        raise CliError("expected either PATH or --random" + (", got both" if args.random else ""))
+    if args.preset and not args.random:
+        raise CliError("--preset: expected with --random only, as a checkpoint has a config of its own")
+    require(("rich",), "demo")
+    require(("safetensors",), "checkpoint")
+    if args.path is not None and not Path(args.path).exists():
+        raise CliError(f"{args.path}: there is no such file or directory")
+    with _checkpoint(args) as path:
+        return _verify(path, args)
+
+
+@contextlib.contextmanager
+def _checkpoint(args: argparse.Namespace) -> Iterator[Path]:
+    """The one to look at; a random one exists for as long as this."""
+    if not args.random:
+        yield Path(args.path)
+        return
+    from foveal.testing.checkpoints import write_random_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="foveal-verify-") as scratch:
+        path = Path(scratch) / "random"
+        config = PRESETS[args.preset or "tiny"]()
+        _check_layers(args.layer, config.num_layers)
+        write_random_checkpoint(path, config, layers=args.layer, seed=args.seed)
+        yield path
+
+
+def _verify(path: Path, args: argparse.Namespace) -> int:
+    from foveal.checkpoint.load import find_attention
+    from foveal.cli.verify_files import whole_checkpoint
+
+    console = make_console()
+    try:
+        config = AttentionConfig.from_hf_config(path if path.is_dir() else path.parent)
+        _check_layers(args.layer, config.num_layers)
+        found = find_attention(path, config, args.layer)
+        whole = whole_checkpoint(found)
+    except (ValueError, FileNotFoundError) as error:
+        return _end(console, args, str(error).splitlines())
+    peer, name = _peer()
+    if not args.json:
+        title = f"random weights, {args.preset or 'tiny'}" if args.random else str(path)
+        console.print(_summary(title, found, whole, name))
+    reports = []
+    with progress(console, len(found.layers), disable=args.json) as advance:
+        for layer in found.layers:
+            advance(f"layer {layer}")
+            reports.append(_look_at(found, layer, peer, args))
+            if args.json:
+                print(json.dumps(_plain(reports[-1])))
+    if not args.json:
+        console.print(_weights_table(reports))
+        console.print(_comparison_table(reports, name))
+    complaints = [*whole.complaints, *(complaint for report in reports for complaint in report.complaints)]
+    return _end(console, args, complaints, checkpoint=dataclasses.asdict(whole), compared_with=name)
+
+
+def _end(console: Console, args: argparse.Namespace, complaints: list[str], **found: Any) -> int:
+    """The last lines, and the exit code."""
+    if args.json:
+        print(json.dumps({**found, "complaints": complaints}))
+    else:
+        console.print("\n".join(complaints) or "agreement")
+    return 1 if complaints else 0
+
+
+def _check_layers(layers: list[int] | None, count: int) -> None:
+    for layer in layers or ():
+        if layer >= count:
+            raise CliError(f"--layer: expected 0 <= N < {count}, the number of layers, got {layer}")
+    if layers is not None and len(set(layers)) < len(layers):
+        raise CliError(f"--layer: expected each layer once, got {' '.join(map(str, layers))}")
+
+
+def _peer() -> tuple[Any, str]:
+    """The module to compare with, if it can be had, and what to call it."""
+    try:
+        import transformers
+
+        from foveal.testing import peer
+    except ImportError:
+        return None, "foveal.testing.reference"
+    return peer, f"transformers {transformers.__version__}"
+
+
+def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, args: argparse.Namespace) -> LayerReport:
+    from foveal.cli.verify_layer import DTYPES, compare, hidden_states, statistics, with_short_choice
+
+    found = dataclasses.replace(found, config=with_short_choice(found.config, args.tokens))
+    hidden = hidden_states(found.config, args.tokens, args.seed)
+    module = found.load(layer, dtype="float32")
+    expected = _expected(found, layer, module, peer)
+    figures, comparisons = statistics(found, layer, module), {}
+    for dtype in DTYPES:
+        if dtype != "float32":
+            module = found.load(layer, dtype=dtype)
+        comparisons[dtype] = compare(module, expected, hidden, dtype)
+    return LayerReport(layer, found.config.layer_type(layer), figures, comparisons)
+
+
+def _expected(found: AttentionCheckpoint, layer: int, module: CompressedAttention, peer: Any) -> Outputs:
+    from foveal.cli.verify_layer import by_reference
+
+    if peer is None:
+        return by_reference(module)
+    import torch
+
+    theirs = peer.peer_of_checkpoint(found.files.path, found.config, layer)
+    return lambda hidden, dtype: theirs.with_choice(hidden, getattr(torch, dtype))
+
+
+def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str) -> str:
+    config, kinds = found.config, Counter(found.config.layer_types)
+    attention = [source for sources in found.layers.values() for source in sources]
+    tensors = sum(1 + (source.scale is not None) for source in attention)
+    size = sum(source.size for source in attention)
+    lines = [
+        f"{title}: {found.dialect} names",
+        f"layers: {', '.join(f'{count} {short_name(kind)}' for kind, count in kinds.items())}",
+        f"sizes: {config.num_attention_heads} heads of {config.head_dim}, width {config.hidden_size}, window "
+        f"{config.sliding_window}, {config.index_topk} entries selected",
+        f"attention of {len(found.layers)} layers: {tensors:,} tensors, {size:,} bytes",
+        f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files here: {whole.files_here} of "
+        f"{whole.files}, {whole.bytes:,}" + _of(whole.expected_bytes) + " bytes",
+        f"compared with {name}",
+    ]
+    return "\n".join(lines)
+
+
+def _of(expected: int | None) -> str:
+    return "" if expected is None else f" of {expected:,} expected"
+
+
+def _weights_table(reports: list[LayerReport]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "layer", "type", "tensors", "bytes", "released", "finite", "kernel rms", "norm rms", "sinks", title="weights"
+    )
+    for report in reports:
+        found = report.statistics
+        table.add_row(
+            str(report.layer),
+            short_name(report.layer_type),
+            str(found.tensors),
+            size_text(found.bytes),
+            "yes" if found.as_released else "no",
+            "no" if found.not_finite else "yes",
+            *(f"{low:.2g}…{high:.2g}" for low, high in (found.kernels, found.norms, found.sinks)),
+        )
+    return table
+
+
+def _comparison_table(reports: list[LayerReport], name: str) -> Table:
+    from rich.table import Table
+
+    table = Table("layer", "dtype", "max |error|", "relative L2", "same choice", "agrees", title=f"beside {name}")
+    for report in reports:
+        for dtype, found in report.comparisons.items():
+            table.add_row(
+                str(report.layer),
+                dtype,
+                f"{found.worst:.2g}",
+                f"{found.relative:.2g}",
+                "" if found.same_choice is None else f"{found.same_choice:.1%}",
+                "no" if found.complaints else "yes",
+            )
+    return table
+
+
+def _plain(report: LayerReport) -> dict[str, Any]:
+    """For JSON, which has no NaN."""
+    made = dataclasses.asdict(report)
+    for comparison in made["comparisons"].values():
+        comparison |= {key: None for key, value in comparison.items() if value != value}
+    return made

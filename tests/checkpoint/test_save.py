@@ -1,0 +1,173 @@
+"""What is written is whole, and comes back to the bit."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from foveal import AttentionConfig, CompressedAttention, Dialect, LayerType, load_attention, save_attention
+from foveal.checkpoint import writing
+from foveal.checkpoint.files import CheckpointFiles
+from foveal.testing.generators import random_params
+from foveal.testing.parameters import get_params, set_params
+from tests.checkpoint.test_load import assert_same
+
+
+def layers_of(config, dtype="float32", param_dtype=None):
+    made = {}
+    for index, layer_type in enumerate(config.layer_types):
+        kinds = {"dtype": dtype, "param_dtype": param_dtype or dtype}
+        made[index] = CompressedAttention(config, index, **kinds, rngs=nnx.Rngs(0))
+        set_params(made[index], random_params(config, layer_type, index))
+    return made
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_saved_is_loaded_to_the_bit(dialect, dtype, ragged, tmp_path):
+    dtype = jnp.dtype(dtype)
+    layers = layers_of(ragged, dtype)
+    save_attention(tmp_path / "saved", layers, dialect=dialect)
+    loaded = load_attention(tmp_path / "saved")  # in the narrowest dtype that holds it
+    for index, layer in layers.items():
+        assert loaded[index].config == layer.config
+        got, want = get_params(loaded[index]), get_params(layer)
+        assert got.keys() == want.keys()
+        for name in want:
+            assert got[name].dtype == want[name].dtype
+            np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8))
+
+
+def test_numbers_of_every_kind_come_back(ragged, tmp_path):
+    layer = layers_of(ragged)[0]
+    odd = np.array([np.nan, np.inf, -np.inf, -0.0, np.finfo(np.float32).tiny / 3, 1 + 2**-23], np.float32)
+    set_params(layer, get_params(layer) | {"sinks": odd})
+    save_attention(tmp_path / "saved", {0: layer})
+    loaded = load_attention(tmp_path / "saved", layers=[0])[0]
+    np.testing.assert_array_equal(np.asarray(loaded.sinks[...]).view(np.uint32), odd.view(np.uint32))
+
+
+def test_some_layers_under_their_own_indices(ragged, tmp_path):
+    layers = layers_of(ragged)
+    save_attention(tmp_path / "saved", {2: layers[2], 1: layers[1]})
+    assert {name.split(".")[1] for name in CheckpointFiles(tmp_path / "saved").where} == {"1", "2"}
+    assert_same(load_attention(tmp_path / "saved", layers=[1, 2], dtype="float32"), {1: layers[1], 2: layers[2]})
+
+
+def test_files_are_no_larger_than_asked_for(ragged, tmp_path):
+    layers, most = layers_of(ragged), 100_000
+    save_attention(tmp_path / "saved", layers, shard_bytes=most)
+    files = CheckpointFiles(tmp_path / "saved")
+    assert len(files.files) > 5
+    names = [f"model-{i:05}-of-{len(files.files):05}.safetensors" for i in range(1, len(files.files) + 1)]
+    assert sorted(os.listdir(tmp_path / "saved")) == sorted([*names, "config.json", "model.safetensors.index.json"])
+    total = 0
+    for file in files.files:
+        held = [files.tensor(name) for name, where in files.where.items() if where == file]
+        size = sum(tensor.size for tensor in held)
+        assert size <= most or len(held) == 1
+        total += size
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total
+    assert total == sum(value.nbytes for layer in layers.values() for value in get_params(layer).values())
+    assert_same(load_attention(tmp_path / "saved", dtype="float32"), layers)
+
+
+def test_sharded_arrays_are_gathered(ragged, tmp_path):
+    layers = layers_of(ragged)
+    save_attention(tmp_path / "one", layers)
+    mesh = jax.make_mesh((2,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_last_axis = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+    spread = load_attention(tmp_path / "one", layers=[0], sharding=by_last_axis)
+    save_attention(tmp_path / "two", spread)
+    assert_same(load_attention(tmp_path / "two", layers=[0], dtype="float32"), {0: layers[0]})
+
+
+# ---------------------------------------------------------------------------------------------------- whole or nothing
+
+
+@pytest.mark.parametrize("failing", ["save_file", "_write_json", "_sync"])
+def test_nothing_is_left_of_what_fails(failing, ragged, tmp_path, monkeypatch):
+    def fail(*args, **options):
+        raise OSError("no space left")
+
+    if failing == "save_file":
+        monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    else:
+        monkeypatch.setattr(writing, failing, fail)
+    with pytest.raises(OSError, match="no space left"):
+        save_attention(tmp_path / "saved", layers_of(ragged))
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_written_over(ragged, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "there", tmp_path / "file"):
+        with pytest.raises(ValueError, match=r"path: expected nothing or an empty directory, got .*, which exists"):
+            save_attention(path, layers_of(ragged))
+    assert sorted(os.listdir(tmp_path)) == ["file", "there"]
+    assert os.listdir(tmp_path / "there") == ["thesis.txt"]
+    (tmp_path / "empty").mkdir()
+    save_attention(tmp_path / "empty", layers_of(ragged))
+    assert_same(load_attention(tmp_path / "empty", dtype="float32"), layers_of(ragged))
+
+
+def test_others_may_read_it_as_the_umask_says(ragged, tmp_path):
+    before = os.umask(0o022)
+    try:
+        save_attention(tmp_path / "deeper" / "saved", layers_of(ragged))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "deeper" / "saved").stat().st_mode & 0o777 == 0o755
+
+
+def test_bad_arguments(ragged, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    layers, other = layers_of(ragged), layers_of(AttentionConfig.tiny())
+    whole = layers_of(ragged)[0]
+    whole.q_a_proj.kernel = nnx.Param(jnp.zeros((160, 136), jnp.int8))
+    cases = [
+        ({}, {}, "layers: expected a mapping with at least one layer, got {}"),
+        ([layers[0]], {}, "layers: expected a mapping with at least one layer"),
+        ({0: "layer"}, {}, r"layers\[0\]: expected a CompressedAttention, got str"),
+        ({0: layers[0], 1: other[1]}, {}, r"layers\[1\]: expected a layer of the same config as the others"),
+        ({0: layers[1]}, {}, r"layers\[0\]: expected a sliding_attention layer, got a compressed_sparse_attention"),
+        ({7: layers[1]}, {}, r"layer_index: expected 0 <= layer_index < 3"),
+        ({0: whole}, {}, r"layers\[0\]\.q_a_proj\.kernel: expected one of float32, .*, got int8"),
+        (layers, {"dialect": "hf"}, "dialect: expected one of 'deepseek', 'transformers', .*, got 'hf'"),
+        (layers, {"shard_bytes": 0}, "shard_bytes: expected an int >= 1, got 0"),
+        (layers, {"shard_bytes": 1e9}, "shard_bytes: expected an int >= 1, got 1000000000.0"),
+    ]
+    for given, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            save_attention(tmp_path / "saved", given, **options)
+    assert os.listdir(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- Orbax
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Orbax closes its event loops when the process ends
+def test_orbax_keeps_the_state_of_training(ragged, tmp_path):
+    """Parameters and optimizer, of a layer that was loaded."""
+    import optax
+
+    save_attention(tmp_path / "saved", layers_of(ragged, jnp.bfloat16))
+    layer = load_attention(tmp_path / "saved", layers=[1])[1]
+    optimizer = nnx.Optimizer(layer, optax.adam(1e-3), wrt=nnx.Param)
+    state = nnx.state((layer, optimizer))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "training", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "training", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert layer.layer_type is LayerType.CSA

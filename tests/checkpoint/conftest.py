@@ -1,11 +1,14 @@
 """Sizes on which mistakes show, and checkpoints of them."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
-from foveal import AttentionConfig
+from foveal import AttentionConfig, Dialect
+from foveal.checkpoint.files import SINGLE
 from foveal.testing.checkpoints import write_random_checkpoint
+from tests.checkpoint.faulty import CONFIG, Tensors, tensors_of
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,24 @@ def written(tmp_path_factory, ragged):
         return made[key]
 
     return write
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A file to write to. Of the module: Hypothesis's examples share what a test is given."""
+    return tmp_path_factory.mktemp("files") / "x.safetensors"
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Dialect, str], Tensors]:
+    """Undamaged checkpoints, to be copied: each dialect in FP8, and DeepSeek's in bfloat16."""
+    root, found = tmp_path_factory.mktemp("sound"), {}
+    for dialect, weights in [*((dialect, "fp8") for dialect in Dialect), (Dialect.DEEPSEEK, "bfloat16")]:
+        write_random_checkpoint(root / f"{dialect}-{weights}", CONFIG, dialect=dialect, weights=weights)
+        found[dialect, weights] = tensors_of(root / f"{dialect}-{weights}" / SINGLE)
+    return found
+
+
+@pytest.fixture
+def fp8(sound: dict[tuple[Dialect, str], Tensors]) -> Tensors:
+    return dict(sound[Dialect.DEEPSEEK, "fp8"])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from foveal.checkpoint.names import ROWS
 from foveal.testing.checkpoints import expected_params, write_random_checkpoint
 from foveal.testing.generators import random_hidden
 from foveal.testing.parameters import get_params
-from tests.checkpoint.rewriting import rewrite, tensors_of
+from tests.checkpoint.rewriting import assert_same, rewrite, tensors_of
 
-STORED = {
+STORED: dict[str, dict[str, Any]] = {
     "released": {"weights": "fp8", "scales": "e8m0"},
     "base": {"weights": "fp8", "scales": "float32"},
     "bfloat16": {"weights": "bfloat16"},
@@ -32,21 +33,9 @@ STORED = {
 FORWARD = nnx.jit(CompressedAttention.__call__)
 
 
-def assert_same(layers, others):
-    assert layers.keys() == others.keys()
-    for index, layer in layers.items():
-        other = others[index]
-        assert (layer.config, layer.layer_type, layer.dtype) == (other.config, other.layer_type, other.dtype)
-        got, want = get_params(layer), get_params(other)
-        assert got.keys() == want.keys()
-        for name in want:
-            assert got[name].dtype == want[name].dtype
-            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
-
-
-def rename(path, target, change, **config):
+def rename(path, target, change):
     """The checkpoint with its tensors renamed."""
-    rewrite(path, target, {change(name): array for name, array in tensors_of(path).items()}, **config)
+    rewrite(path, target, {change(name): array for name, array in tensors_of(path).items()})
     return target
 
 
@@ -59,7 +48,8 @@ def test_every_dialect_and_storage_gives_the_numbers_that_were_written(dialect, 
     layers = load_attention(written(dialect=dialect, **STORED[stored]))
     assert [layer.layer_type for layer in layers.values()] == list(ragged.layer_types)
     for index, layer in layers.items():
-        want, got = expected_params(ragged, index, **STORED[stored]), get_params(layer)
+        want = expected_params(ragged, index, **STORED[stored])
+        got = get_params(layer)
         assert got.keys() == want.keys()
         for name, value in got.items():
             # Kernels in the narrowest dtype that holds them, which the base models' are too wide for; all else float32.
@@ -104,7 +94,7 @@ def test_each_tensor_moves_one_parameter_and_the_output(layer, written, ragged, 
     mine = {name: array for name, array in arrays.items() if name.startswith(f"layers.{layer}.")}
     # float32 activations: no change is lost to rounding.
     base = load_attention(written(), layers=[layer], dtype="float32", param_dtype="bfloat16")[layer]
-    x = random_hidden(0, 1, 64, ragged.hidden_size)
+    x = jnp.asarray(random_hidden(0, 1, 64, ragged.hidden_size))
     output, params = FORWARD(base, x), get_params(base)
     for name, array in mine.items():
         turned = array.ravel()[::-1].reshape(array.shape).copy()

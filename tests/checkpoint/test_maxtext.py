@@ -1,6 +1,7 @@
 """MaxText's trees: its names, its layouts, its scanned layers, and back."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from foveal import AttentionConfig, CheckpointError, CompressedAttention, LayerT
 from foveal.checkpoint.maxtext import UNSCANNED
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import get_params, set_params
-from tests.checkpoint.test_load import assert_same
+from tests.checkpoint.rewriting import assert_same
 
 FLASH = AttentionConfig.deepseek_v4_flash()
 # As many layers as show the pattern: sliding, sliding, CSA, then HCA and CSA in turn.
@@ -28,7 +29,7 @@ def layers():
     return made
 
 
-def flat(tree):
+def flat(tree) -> dict[str, Any]:
     return {"-".join(path): value for path, value in traverse_util.flatten_dict(tree).items()}
 
 
@@ -144,6 +145,7 @@ def test_bad_arguments(layers, monkeypatch):
     uneven = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:8])
     with pytest.raises(ValueError, match="layers: expected two types in turn from layer 3 on"):
         from_maxtext(to_maxtext(layers, scan=True), uneven)
-    for given in ({}, {"params": {"encoder": {}}}, [1]):
+    wrong: tuple[Any, ...] = ({}, {"params": {"encoder": {}}}, [1])
+    for given in wrong:
         with pytest.raises(ValueError, match=r'params: expected a tree with \["params"\]\["decoder"\], got'):
             from_maxtext(given, CONFIG)

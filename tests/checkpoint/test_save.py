@@ -9,16 +9,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.typing import DTypeLike
 
 from foveal import AttentionConfig, CompressedAttention, Dialect, LayerType, load_attention, save_attention
 from foveal.checkpoint import writing
 from foveal.checkpoint.files import CheckpointFiles
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import get_params, set_params
-from tests.checkpoint.test_load import assert_same
+from tests.checkpoint.rewriting import assert_same
 
 
-def layers_of(config, dtype="float32", param_dtype=None):
+def layers_of(config, dtype: DTypeLike = "float32", param_dtype=None):
     made = {}
     for index, layer_type in enumerate(config.layer_types):
         kinds = {"dtype": dtype, "param_dtype": param_dtype or dtype}

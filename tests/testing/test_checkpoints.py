@@ -1,5 +1,7 @@
 """The generator of checkpoints writes what it says; that it is read right, tests/checkpoint/ shows."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -53,12 +55,13 @@ def test_fp8_rounds_only_what_is_fp8_in_the_releases():
 
 def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
-    for options, message in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"weights": "int4"}, "weights: expected one of 'fp8', 'bfloat16', 'float32', got 'int4'"),
         ({"scales": "fp16"}, "scales: expected one of 'e8m0', 'float32', got 'fp16'"),
         ({"dialect": "gguf"}, "dialect: expected one of"),
         ({"layers": [3]}, "layer_index: expected 0 <= layer_index < 3"),
-    ):
+    )
+    for options, message in cases:
         with pytest.raises(ValueError, match=message):
             write_random_checkpoint(tmp_path / "made", **options)
     assert not (tmp_path / "made").exists()

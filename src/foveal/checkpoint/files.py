@@ -27,8 +27,10 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "I64": np.dtype(np.int64),
 }
-"""Those dtypes of safetensors that attention's weights come in."""
+"""Those dtypes of safetensors that released models are stored in, attention in the floating ones."""
 
 _SHOWN = 40
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 48
@@ -77,8 +79,10 @@ class StoredTensor(NamedTuple):
         """The tensor, in memory of its own.
 
         Raises:
-            CheckpointError: the file is gone, or shorter than its header says.
+            CheckpointError: the file is gone, or shorter than its header says; or the dtype is none of `DTYPES`.
         """
+        if self.dtype not in DTYPES:
+            raise CheckpointError(self.file, [f"{self.name}: expected {', '.join(DTYPES)}, got {self.dtype}"])
         try:
             with open(self.file, "rb") as file:
                 values = np.fromfile(file, np.uint8, self.size, offset=self.start)
@@ -175,7 +179,7 @@ def _malformed(entry: Any) -> str | None:
     """What is wrong with a tensor's entry that safetensors lets pass: it reads lists as objects and the like."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return "expected an object with dtype, shape and data_offsets"
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    shape, offsets = entry.get("shape", ()), entry.get("data_offsets")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
             return "expected lists of whole numbers as shape and data_offsets"

@@ -17,6 +17,8 @@ from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array
 
+_WRITTEN = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))  # an FP8 weight is nothing without its scales
+
 
 def save_attention(
     path: str | os.PathLike[str],
@@ -90,8 +92,8 @@ def parameters(layer: CompressedAttention) -> Iterator[tuple[Row, Array]]:
 
 def _tensors(layer: CompressedAttention, index: int, dialect: Dialect) -> Iterator[ToWrite]:
     for row, value in parameters(layer):
-        if value.dtype not in DTYPES.values():
-            known = ", ".join(dtype.name for dtype in DTYPES.values())
+        if value.dtype not in _WRITTEN:
+            known = ", ".join(dtype.name for dtype in _WRITTEN)
             raise ValueError(f"layers[{index}].{row.path}: expected one of {known}, got {value.dtype}")
         if not value.is_fully_addressable:
             raise ValueError(f"layers[{index}].{row.path}: expected an array that this process holds, got parts of one")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foveal.cli.console import make_console, progress
+from foveal.cli.console import make_console, progress, short_name
+from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
-from foveal.config import LayerType
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from foveal.cli.layer import Sample
     from foveal.cli.text import Pieces, Text
 
-_SHORT = {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}
 _DESCRIPTION = """\
 Packs real text, byte by byte, into a few rows and runs the three layer types of DeepSeek-V4 on it, forward and
 backward, on the CPU. For each it checks that a packed document comes out, and learns, as if it were alone, that the
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         CliError: bad arguments, or rich or matplotlib are missing.
     """
     require(("rich", "matplotlib"), "demo")
-    _use_cpu()
+    use_cpu()
     from foveal.cli.checks import STEPS_PER_LAYER, check_layer
     from foveal.cli.layer import DEMO_CONFIG, make_sample
     from foveal.cli.picture import draw
@@ -81,21 +79,13 @@ def run(args: argparse.Namespace) -> int:
         _save(lambda path: draw(text.paragraphs, args.seed, path), Path(args.output))
         reports = [
             check_layer(
-                sample, DEMO_CONFIG, kind, args.seed, lambda what, kind=kind: advance(f"{_SHORT[kind]}: {what}")
+                sample, DEMO_CONFIG, kind, args.seed, lambda what, kind=kind: advance(f"{short_name(kind)}: {what}")
             )
             for kind in DEMO_CONFIG.layer_types
         ]
     console.print(_table(reports, sample))
     console.print(f"Picture: {args.output}")
     return _verdict(console, reports)
-
-
-def _use_cpu() -> None:
-    """The environment variable would come too late: importing foveal has imported jax, which read it."""
-    if not os.environ.get("JAX_PLATFORMS"):
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")
 
 
 def _introduction(text: Text, pieces: Pieces, sample: Sample) -> str:
@@ -151,7 +141,7 @@ def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("layer")
     for report in reports:
-        table.add_column(_SHORT[report.layer_type], justify="right", no_wrap=True, min_width=8)
+        table.add_column(short_name(report.layer_type), justify="right", no_wrap=True, min_width=8)
     for label, cells in rows:
         table.add_row(label, *cells, style=None if cells else "bold")
     return table
@@ -163,11 +153,11 @@ def _verdict(console: Console, reports: Sequence[LayerReport]) -> int:
     for report in reports:
         if report.undecided:
             console.print(
-                f"{_SHORT[report.layer_type]}: queries left out of the comparison, since rounding decides between "
+                f"{short_name(report.layer_type)}: queries left out of the comparison, since rounding decides between "
                 f"entries of equal score: {report.undecided}"
             )
         for complaint in report.complaints:
-            console.print(f"{_SHORT[report.layer_type]}, {complaint}")
+            console.print(f"{short_name(report.layer_type)}, {complaint}")
     failed = any(report.complaints for report in reports)
     limit = tolerance("float32")
     rule = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import tempfile
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foveal.cli.console import make_console, progress, short_name, size_text
+from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
 from foveal.cli.presets import PRESETS
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     require(("safetensors",), "checkpoint")
     if args.path is not None and not Path(args.path).exists():
         raise CliError(f"{args.path}: there is no such file or directory")
+    use_cpu()
     with _checkpoint(args) as path:
         return _verify(path, args)
 
@@ -163,7 +166,7 @@ def _peer() -> tuple[Any, str]:
     try:
         import transformers
 
-        from foveal.testing import peer
+        peer = importlib.import_module("foveal.testing.peer")
     except ImportError:
         return None, "foveal.testing.reference"
     return peer, f"transformers {transformers.__version__}"
@@ -174,12 +177,12 @@ def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, args: argparse.N
 
     found = dataclasses.replace(found, config=with_short_choice(found.config, args.tokens))
     hidden = hidden_states(found.config, args.tokens, args.seed)
-    module = found.load(layer, dtype="float32")
+    module = found.load(layer, dtype="float32", precision="highest")
     expected = _expected(found, layer, module, peer)
     figures, comparisons = statistics(found, layer, module), {}
     for dtype in DTYPES:
         if dtype != "float32":
-            module = found.load(layer, dtype=dtype)
+            module = found.load(layer, dtype=dtype, precision="highest")
         comparisons[dtype] = compare(module, expected, hidden, dtype)
     return LayerReport(layer, found.config.layer_type(layer), figures, comparisons)
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from foveal.checkpoint.files import CheckpointFiles
@@ -30,7 +31,7 @@ _SAME_NAME = (
 # fmt: on
 
 
-def their_config(config: AttentionConfig, **others: Any) -> modeling.DeepseekV4Config:
+def their_config(config: AttentionConfig, **others: Any) -> DeepseekV4Config:
     """transformers' config of the same attention.
 
     Args:
@@ -55,7 +56,7 @@ def their_config(config: AttentionConfig, **others: Any) -> modeling.DeepseekV4C
         else int(yarn.factor * yarn.original_max_position_embeddings),
         **{name: getattr(config, name) for name in _SAME_NAME},
     }
-    return modeling.DeepseekV4Config(**{**fields, **others})
+    return DeepseekV4Config(**{**fields, **others})
 
 
 class Peer:
@@ -147,7 +148,9 @@ def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, la
         config: of the model.
         layer: the layer's index.
     """
-    rules = [rule for rule in get_checkpoint_conversion_mapping("deepseek_v4") if isinstance(rule, WeightRenaming)]
+    rules = [
+        rule for rule in get_checkpoint_conversion_mapping("deepseek_v4") or () if isinstance(rule, WeightRenaming)
+    ]
     raw: dict[str, torch.Tensor] = {}
     for name, file in CheckpointFiles(path).where.items():
         renamed = apply_renamings(name, rules).removeprefix("model.")

@@ -1,0 +1,209 @@
+"""`foveal verify`: what agrees passes, what does not is named, and nothing wrong passes."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from foveal import AttentionConfig
+from foveal.checkpoint.load import find_attention
+from foveal.checkpoint.names import ROWS
+from foveal.checkpoint.release import released_tensors
+from foveal.cli.main import main
+from foveal.cli.verify_files import whole_checkpoint
+from foveal.testing.checkpoints import write_random_checkpoint
+from tests.checkpoint.rewriting import rewrite, tensors_of
+
+MODEL = {
+    "vocab_size": 40,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "hc_mult": 2,
+    "expert_dtype": "fp4",
+}
+DTYPES = {"F32": np.float32, "BF16": "bfloat16", "I8": np.int8, "I64": np.int64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verify") / "fp8"
+    write_random_checkpoint(path)
+    return path
+
+
+def lines_of(capsys, *arguments, code=0):
+    """The lines of JSON, of layers by index and the last one, of the checkpoint."""
+    assert main(["verify", *map(str, arguments), "--json"]) == code
+    *layers, last = map(json.loads, capsys.readouterr().out.splitlines())
+    return {line["layer"]: line for line in layers}, last
+
+
+@pytest.mark.slow
+def test_random_weights_agree(capsys):
+    assert main(["verify", "--random", "--preset", "tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "random weights, tiny: deepseek names" in printed
+    assert "layers: 1 sliding, 1 CSA, 1 HCA" in printed
+    # 13 + 24 + 17 tensors, as in a released model.
+    assert "attention of 3 layers: 54 tensors" in printed
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    weights, compared = rows[:3], rows[3:]
+    assert [row[:3] + row[4:6] for row in weights] == [
+        ["0", "sliding", "13", "yes", "yes"],
+        ["1", "CSA", "24", "yes", "yes"],
+        ["2", "HCA", "17", "yes", "yes"],
+    ]
+    assert [(row[0], row[1], row[5]) for row in compared] == [
+        (str(layer), dtype, "yes") for layer in range(3) for dtype in ("float32", "bfloat16")
+    ]
+    assert printed.splitlines()[-1] == "agreement"
+
+
+def test_an_fp8_checkpoint_agrees_with_transformers(checkpoint, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    layers, last = lines_of(capsys, checkpoint, "--layer", 1, "--tokens", 100)
+    assert last["compared_with"] == f"transformers {transformers.__version__}"
+    assert last["complaints"] == []
+    assert last["checkpoint"]["tensors"] == 54
+    ((index, line),) = layers.items()
+    assert (index, line["layer_type"]) == (1, "compressed_sparse_attention")
+    assert line["statistics"]["tensors"] == 24
+    assert line["statistics"]["as_released"] is True
+    low, high = line["statistics"]["sinks"]
+    assert low < 0 < high
+    wide, narrow = line["comparisons"]["float32"], line["comparisons"]["bfloat16"]
+    assert wide["worst"] < 2e-5 < narrow["worst"]
+    # Of 25 entries 4 are selected, so there was something to choose.
+    assert 0.5 < narrow["same_choice"] <= wide["same_choice"]
+
+
+def test_without_transformers_the_reference_is_compared_with(checkpoint, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "foveal.testing.peer", None)
+    layers, last = lines_of(capsys, checkpoint, "--layer", 1, "--tokens", 60)
+    assert last["compared_with"] == "foveal.testing.reference"
+    assert last["complaints"] == []
+    assert layers[1]["comparisons"]["float32"]["worst"] < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("layer", "one", "other", "complaint"),
+    [
+        (2, "compressor.kv_proj.kernel", "compressor.gate_proj.kernel", "layer 2: float32: output: "),
+        (1, "compressor.indexer.kv_proj.kernel", "compressor.indexer.gate_proj.kernel", "selects other entries for"),
+    ],
+    ids=["compressor", "indexer"],
+)
+def test_weights_in_the_wrong_places_do_not_agree(layer, one, other, complaint, checkpoint, capsys, monkeypatch):
+    pytest.importorskip("torch")
+    rows = {row.path: row for row in ROWS}
+    swapped = {rows[one]: other, rows[other]: one}
+    wrong = [dataclasses.replace(row, path=swapped.get(row, row.path)) for row in ROWS]
+    monkeypatch.setattr("foveal.checkpoint.load.rows_of", lambda kind: tuple(row for row in wrong if row.is_in(kind)))
+    _, last = lines_of(capsys, checkpoint, "--layer", layer, "--tokens", 60, code=1)
+    assert any(complaint in line for line in last["complaints"])
+
+
+def test_numbers_that_are_not_finite_are_named(checkpoint, capsys, tmp_path):
+    arrays = tensors_of(checkpoint)
+    arrays["layers.0.attn.attn_sink"] = np.array([1, np.nan, 0, np.inf], np.float32)
+    rewrite(checkpoint, tmp_path / "broken", arrays)
+    layers, last = lines_of(capsys, tmp_path / "broken", "--layer", 0, "--tokens", 20, code=1)
+    assert last["complaints"][0] == "layer 0: sinks is not finite"
+    assert layers[0]["statistics"]["not_finite"] == ["sinks"]
+
+
+def test_every_wrong_tensor_is_named(checkpoint, capsys, tmp_path):
+    arrays = tensors_of(checkpoint)
+    del arrays["layers.1.attn.wkv.weight"]
+    arrays["layers.2.attn.q_norm.weight"] = arrays["layers.2.attn.q_norm.weight"][1:]
+    rewrite(checkpoint, tmp_path / "broken", arrays)
+    assert main(["verify", str(tmp_path / "broken")]) == 1
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/broken: layers.1.attn.wkv.weight: missing\n" in printed
+    assert f"{tmp_path}/broken: layers.2.attn.q_norm.weight: expected shape [32], got [31]\n" in printed
+    _, last = lines_of(capsys, tmp_path / "broken", code=1)
+    assert len(last["complaints"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected either PATH or --random"),
+        (["--random", "here"], "expected either PATH or --random, got both"),
+        (["here", "--preset", "flash"], "--preset: expected with --random only"),
+        (["no/such/place"], "no/such/place: there is no such file or directory"),
+        (["--random", "--layer", "3"], "--layer: expected 0 <= N < 3, the number of layers, got 3"),
+        (["--random", "--layer", "1", "1"], "--layer: expected each layer once, got 1 1"),
+        (["--random", "--tokens", "0"], "--tokens"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_the_arguments(arguments, message, capsys):
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(checkpoint, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main(["verify", str(checkpoint)]) == 2
+    assert "safetensors is missing: install foveal[checkpoint]" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ the whole checkpoint
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory):
+    """A whole small model: what is not attention is zero."""
+    specs = released_tensors(MODEL, AttentionConfig.tiny())
+    assert specs is not None
+    arrays, kinds = tensors_of(checkpoint), {}
+    for name, array in arrays.items():
+        kinds[specs[name].dtype] = array.dtype
+    for name, spec in specs.items():
+        if name not in arrays:
+            arrays[name] = np.zeros(spec.shape, kinds.get(spec.dtype, DTYPES.get(spec.dtype)))
+    path = tmp_path_factory.mktemp("whole") / "model"
+    rewrite(checkpoint, path, arrays, shard_bytes=50_000, **MODEL)
+    return path
+
+
+def test_a_whole_model_has_all_its_tensors(whole):
+    found = whole_checkpoint(find_attention(whole))
+    assert found.complaints == ()
+    assert found.tensors == found.expected_tensors
+    assert found.bytes == found.expected_bytes
+    assert found.files == found.files_here > 1
+
+
+def test_what_differs_in_a_whole_model_is_named(whole, tmp_path):
+    arrays = tensors_of(whole)
+    del arrays["layers.0.ffn.experts.1.w2.scale"]
+    arrays["layers.0.ffn.extra"] = np.zeros(3, np.float32)
+    arrays["embed.weight"] = np.zeros((40, 64), np.float32)
+    rewrite(whole, tmp_path / "model", arrays)
+    assert whole_checkpoint(find_attention(tmp_path / "model")).complaints == (
+        "1 tensors missing: layers.0.ffn.experts.1.w2.scale",
+        "1 tensors unexpected: layers.0.ffn.extra",
+        "embed.weight: expected BF16 [40, 64], got F32 [40, 64]",
+    )
+
+
+def test_files_that_are_not_here_are_not_missed_where_they_are_not_needed(whole, tmp_path):
+    arrays = tensors_of(whole)
+    path = tmp_path / "model"
+    rewrite(whole, path, arrays, shard_bytes=50_000)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {file for name, file in index.items() if name.startswith("layers.1.attn.")}
+    for file in set(index.values()) - needed:
+        (path / file).unlink()
+    found = whole_checkpoint(find_attention(path, layers=[1]))
+    assert found.complaints == ()
+    assert found.files_here == len(needed) < found.files
+    assert found.bytes == found.expected_bytes

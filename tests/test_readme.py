@@ -5,8 +5,11 @@ import io
 import itertools
 import pathlib
 import re
+import shlex
 
 import pytest
+
+from foveal.cli.main import make_parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -41,3 +44,20 @@ def test_make_targets_named_by_a_page_exist(page: pathlib.Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
     assert named <= targets
+
+
+COMMANDS = [
+    (page.name, line)
+    for page in PAGES
+    for language, code in blocks(page)
+    if language == "sh"
+    for line in code.splitlines()
+    if line.startswith("foveal ")
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=" ".join)
+def test_commands_of_a_page_are_ones_that_foveal_takes(page: str, command: str) -> None:
+    parser = make_parser()
+    args = parser.parse_args(shlex.split(command)[1:])
+    assert callable(args.run)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a file name that the terminal cannot show is no reason to stop
             stream.reconfigure(errors="backslashreplace")
     try:
-        args = _parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(
         prog="foveal",
         description="Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far.",

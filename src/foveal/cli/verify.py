@@ -129,7 +129,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
     peer, name = _peer()
     if not args.json:
         title = f"random weights, {args.preset or 'tiny'}" if args.random else str(path)
-        console.print(_summary(title, found, whole, name))
+        console.print(_summary(title, found, whole, name, args.tokens))
     reports = []
     with progress(console, len(found.layers), disable=args.json) as advance:
         for layer in found.layers:
@@ -198,11 +198,14 @@ def _expected(found: AttentionCheckpoint, layer: int, module: CompressedAttentio
     return lambda hidden, dtype: theirs.with_choice(hidden, getattr(torch, dtype))
 
 
-def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str) -> str:
+def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, tokens: int) -> str:
+    from foveal.cli.verify_layer import with_short_choice
+
     config, kinds = found.config, Counter(found.config.layer_types)
     attention = [source for sources in found.layers.values() for source in sources]
     tensors = sum(1 + (source.scale is not None) for source in attention)
     size = sum(source.size for source in attention)
+    chosen, entries = with_short_choice(config, tokens).index_topk, tokens // config.csa_ratio
     lines = [
         f"{title}: {found.dialect} names",
         f"layers: {', '.join(f'{count} {short_name(kind)}' for kind, count in kinds.items())}",
@@ -211,7 +214,7 @@ def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str) ->
         f"attention of {len(found.layers)} layers: {tensors:,} tensors, {size:,} bytes",
         f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files here: {whole.files_here} of "
         f"{whole.files}, {whole.bytes:,}" + _of(whole.expected_bytes) + " bytes",
-        f"compared with {name}",
+        f"compared with {name} on {tokens} random hidden states, {chosen} of their {entries} CSA entries selected",
     ]
     return "\n".join(lines)
 

@@ -39,7 +39,9 @@ def checkpoint(tmp_path_factory):
 def lines_of(capsys, *arguments, code=0):
     """The lines of JSON, of layers by index and the last one, of the checkpoint."""
     assert main(["verify", *map(str, arguments), "--json"]) == code
-    *layers, last = map(json.loads, capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    # Without NaN and Infinity, which are no JSON.
+    *layers, last = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     return {line["layer"]: line for line in layers}, last
 
 
@@ -116,6 +118,7 @@ def test_numbers_that_are_not_finite_are_named(checkpoint, capsys, tmp_path):
     layers, last = lines_of(capsys, tmp_path / "broken", "--layer", 0, "--tokens", 20, code=1)
     assert last["complaints"][0] == "layer 0: sinks is not finite"
     assert layers[0]["statistics"]["not_finite"] == ["sinks"]
+    assert "inf" in layers[0]["statistics"]["sinks"]
 
 
 def test_every_wrong_tensor_is_named(checkpoint, capsys, tmp_path):

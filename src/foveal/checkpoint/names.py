@@ -102,10 +102,10 @@ class Row:
         return tuple(shape[::-1]) if self.layout is Layout.LINEAR else tuple(shape)
 
     def to_module(self, stored: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The module's array, of this shape, of a file's; a view."""
+        """The module's array, of this shape, of a file's; a view where that can be."""
         if self.layout is Layout.GROUPED:
             groups, inputs, outputs = shape
-            return stored.reshape(groups, outputs, inputs).swapaxes(1, 2)
+            return stored.T.reshape(inputs, groups, outputs).swapaxes(0, 1)
         return stored.T if self.layout is Layout.LINEAR else stored
 
     def to_file(self, value: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
             advance(f"layer {layer}")
             reports.append(_look_at(found, layer, peer, args))
             if args.json:
-                print(json.dumps(_plain(reports[-1])))
+                print(_json(dataclasses.asdict(reports[-1])))
     if not args.json:
         console.print(_weights_table(reports))
         console.print(_comparison_table(reports, name))
@@ -147,7 +148,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 def _end(console: Console, args: argparse.Namespace, complaints: list[str], **found: Any) -> int:
     """The last lines, and the exit code."""
     if args.json:
-        print(json.dumps({**found, "complaints": complaints}))
+        print(_json({**found, "complaints": complaints}))
     else:
         console.print("\n".join(complaints) or "agreement")
     return 1 if complaints else 0
@@ -260,9 +261,14 @@ def _comparison_table(reports: list[LayerReport], name: str) -> Table:
     return table
 
 
-def _plain(report: LayerReport) -> dict[str, Any]:
-    """For JSON, which has no NaN."""
-    made = dataclasses.asdict(report)
-    for comparison in made["comparisons"].values():
-        comparison |= {key: None for key, value in comparison.items() if value != value}
-    return made
+def _json(value: Any) -> str:
+    """One line of JSON, in which numbers that are not finite, which it has not, are strings."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(member) for member in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

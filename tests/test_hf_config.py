@@ -438,3 +438,8 @@ def test_a_config_nested_too_deeply_to_be_one(tmp_path):
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match=r"config\.json: expected a JSON file"):
         AttentionConfig.from_hf_config(tmp_path)
+
+
+def test_a_number_that_is_none_is_no_contradiction():
+    with pytest.raises(ValueError, match="index_topk: expected an int >= 1, got nan"):
+        AttentionConfig.from_hf_config(FLASH_HF | {"index_topk": float("nan")})

@@ -112,9 +112,13 @@ def write_hf_config(config: AttentionConfig) -> dict[str, Any]:
     plain = {field.name: getattr(config, field.name) for field in fields if field.name not in _PUBLISHED_RATIOS}
     tables = {"main": config.rope, "compress": config.compress_rope}
     factor = config.qk_rope_head_dim / config.head_dim
+    yarn = config.compress_rope.yarn
+    # What the factor implies, as in the releases: transformers warns about any other.
+    length = {"max_position_embeddings": int(yarn.factor * yarn.original_max_position_embeddings)} if yarn else {}
     return {
         "model_type": "deepseek_v4",
         **plain,
+        **length,
         "num_hidden_layers": config.num_layers,
         "layer_types": [str(layer_type) for layer_type in config.layer_types],
         "compress_rates": {str(LayerType.CSA): config.csa_ratio, str(LayerType.HCA): config.hca_ratio},
@@ -153,6 +157,8 @@ def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
+    if path.exists() and not path.is_file():  # of a pipe reading would not end
+        raise ValueError(f"{path}: expected a JSON file, got something else")
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -195,7 +201,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 def _agreed(values: Mapping[str, Any]) -> Any:
     """The one value that all these spellings state."""
     first = next(iter(values.values()), None)
-    if any(value != first for value in values.values()):
+    if any(value is not first and value != first for value in values.values()):  # NaN is its own equal here
         listed = ", ".join(f"{key} = {value!r}" for key, value in values.items())
         raise ValueError(f"conflicting spellings of one setting: {listed}; keep one of them")
     return first

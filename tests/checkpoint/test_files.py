@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foveal import CheckpointError
-from foveal.checkpoint.files import SINGLE, CheckpointFiles, read_header
+from foveal import AttentionConfig, CheckpointError
+from foveal.checkpoint.files import INDEX, SINGLE, CheckpointFiles, read_header
 from tests.checkpoint.hostile import (
     CONTENT,
     DATA,
@@ -236,6 +236,28 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     for name in ("none.safetensors", "none/none.safetensors", "folder.safetensors", "n" * 300 + ".safetensors"):
         with pytest.raises(CheckpointError, match=name):
             read_header(tmp_path / name)
+
+
+def test_pipes_are_not_waited_for(tmp_path: pathlib.Path) -> None:
+    for name in ("x.safetensors", INDEX, "config.json"):
+        os.mkfifo(tmp_path / name)
+    for path in (tmp_path / "x.safetensors", tmp_path, tmp_path / INDEX):
+        with pytest.raises(CheckpointError, match="expected a file, got something else"):
+            CheckpointFiles(path)
+    with pytest.raises(ValueError, match=r"config\.json: expected a JSON file, got something else"):
+        AttentionConfig.from_hf_config(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    with pytest.raises(CheckpointError, match="got a pointer of Git LFS to one: git lfs pull fetches it"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_file_cut_off_is_asked_about(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(CONTENT[:-3])
+    with pytest.raises(CheckpointError, match=rf"it has {len(CONTENT) - 3} bytes, is it cut off\?"):
+        read_header(tmp_path / "x.safetensors")
 
 
 # --- Pickles ---------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ BAD_INDEXES: dict[str, tuple[str | bytes, str]] = {
     "binary": (CONTENT, "expected a JSON file"),
     "a list": ("[]", "a JSON list at the top level"),
     "null": ("null", "a JSON NoneType at the top level"),
-    "no weight_map": ('{"metadata": {}}', "weight_map: expected an object, got NoneType"),
+    "no weight_map": ('{"metadata": {}}', "weight_map: expected an object, got none: is this an index"),
     "weight_map a list": ('{"weight_map": ["a.safetensors"]}', "weight_map: expected an object, got list"),
     "weight_map a string": ('{"weight_map": "a.safetensors"}', "weight_map: expected an object, got str"),
     "weight_map twice": ('{"weight_map": {}, "weight_map": {"x": "a.safetensors"}}', "the key 'weight_map' twice"),

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from foveal import CheckpointError, CompressedAttention, Dialect, LayerType, load_attention
 from foveal.checkpoint.files import StoredTensor
-from foveal.checkpoint.load import find_attention
+from foveal.checkpoint.find import find_attention
+from foveal.checkpoint.load import load_layer
 from foveal.checkpoint.names import ROWS
 from foveal.testing.checkpoints import expected_params, write_random_checkpoint
 from foveal.testing.generators import random_hidden
@@ -114,7 +115,7 @@ def test_each_tensor_moves_one_parameter_and_the_output(layer, written, ragged, 
 def test_the_dtypes_asked_for(written):
     mixed = load_attention(written(), layers=[1], dtype="bfloat16", param_dtype="float32")[1]
     wide = load_attention(written(), layers=[1], dtype="float32")[1]
-    assert (mixed.dtype, wide.dtype) == ("bfloat16", "float32")
+    assert (mixed.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
     for layer in (mixed, wide):
         assert {value.dtype.name for value in get_params(layer).values()} == {"float32"}
     narrow = get_params(load_attention(written(), layers=[1], dtype="bfloat16")[1])
@@ -125,12 +126,15 @@ def test_the_dtypes_asked_for(written):
 def test_a_layer_is_as_the_class_makes_it(written, ragged):
     """Attributes, axes' names and structure: it can be trained, sharded and saved as any other."""
     loaded = load_attention(written(), layers=[1], dtype="float32", precision="highest")[1]
-    options = {"dtype": "float32", "param_dtype": "float32", "precision": "highest"}
-    made = CompressedAttention(ragged, 1, **options, rngs=nnx.Rngs(0))
+    made = CompressedAttention(ragged, 1, precision="highest", rngs=nnx.Rngs(0))
     (graph, state), (made_graph, made_state) = nnx.split(loaded), nnx.split(made)
     assert graph == made_graph
     assert nnx.get_partition_spec(state) == nnx.get_partition_spec(made_state)
     assert loaded.precision == "highest"
+    # Whatever the dtype is spelled like, so that nothing is traced twice.
+    for dtype in (jnp.float32, np.float32, np.dtype("float32")):
+        again = load_attention(written(), layers=[1], dtype=dtype, precision="highest")[1]
+        assert nnx.split(again)[0] == made_graph
 
 
 def test_only_what_is_needed_is_read(written, ragged, tmp_path, monkeypatch):
@@ -164,13 +168,19 @@ def test_a_config_of_ones_own(written, ragged, tmp_path):
     path = tmp_path / "no config"
     rewrite(written(), path, tensors_of(written()))
     (path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"expected a config\.json beside the files, or a config, got neither"):
         load_attention(path)
     assert_same(load_attention(path, ragged), load_attention(written()))
 
 
 def test_layers_come_in_order(written):
     assert list(load_attention(written(), layers=(2, 0))) == [0, 2]
+
+
+def test_layers_may_be_numbers_of_numpy(written, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    layers: Any = np.array([2, 0])
+    assert [(type(layer), layer) for layer in load_attention(written(), layers=layers)] == [(int, 0), (int, 2)]
     assert load_attention(written(), layers=()) == {}
 
 
@@ -239,7 +249,7 @@ def test_weights_swapped_in_the_table_would_show(written, monkeypatch):
     kv, gate = rows["compressor.kv_proj.kernel"], rows["compressor.gate_proj.kernel"]
     swapped = {kv.path: dataclasses.replace(kv, path=gate.path), gate.path: dataclasses.replace(gate, path=kv.path)}
     wrong = tuple(swapped.get(row.path, row) for row in ROWS)
-    monkeypatch.setattr("foveal.checkpoint.load.rows_of", lambda kind: tuple(row for row in wrong if row.is_in(kind)))
+    monkeypatch.setattr("foveal.checkpoint.find.rows_of", lambda kind: tuple(row for row in wrong if row.is_in(kind)))
     with pytest.raises(AssertionError, match="compressor"):
         assert_same(load_attention(written(dialect="transformers")), want)
 
@@ -252,4 +262,27 @@ def test_a_file_that_shrinks_while_it_is_read(written, tmp_path, ragged):
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: layers\..*: expected \d+ bytes, got \d+"):
-        [found.load(layer) for layer in found.layers]
+        [load_layer(found, layer) for layer in found.layers]
+
+
+def test_numbers_too_large_for_a_dtype(written, tmp_path):
+    arrays = tensors_of(written(weights="float32"))
+    arrays["layers.0.attn.wo_b.weight"] = arrays["layers.0.attn.wo_b.weight"] * np.float32(1e7)
+    rewrite(written(weights="float32"), tmp_path / "large", arrays)
+    load_attention(tmp_path / "large", layers=[0], dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn\.wo_b\.weight: has numbers too large for float16"):
+        load_attention(tmp_path / "large", layers=[0], dtype="float16")
+
+
+def test_a_mesh_without_a_rule_for_an_axis_and_one_that_does_not_divide(written):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with (
+        logical_axis_rules((("embed", "x"),)),
+        pytest.raises(
+            ValueError, match=r"sharding: expected a rule for every axis \(logical_axis_rules\), got Resource axis: "
+        ),
+    ):
+        load_attention(written(), layers=[0], sharding=mesh)
+    uneven = NamedSharding(jax.make_mesh((7,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), P("x"))
+    with pytest.raises(ValueError, match=r"sharding: q_a_proj\.kernel, \[160, 136\]: "):
+        load_attention(written(), layers=[0], sharding=uneven)

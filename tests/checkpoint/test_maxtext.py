@@ -1,6 +1,7 @@
 """MaxText's trees: its names, its layouts, its scanned layers, and back."""
 
 import dataclasses
+import types
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, traverse_util
+from flax.core import meta
 
 from foveal import AttentionConfig, CheckpointError, CompressedAttention, LayerType, from_maxtext, to_maxtext
 from foveal.checkpoint.maxtext import UNSCANNED
@@ -130,6 +132,35 @@ def test_all_that_is_wrong_is_named(layers):
     ]
 
 
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda leaf: leaf.astype(jnp.int8), "int8"),
+        (lambda leaf: leaf.astype(jnp.complex64), "complex64"),
+        (lambda leaf: leaf.astype(jnp.float8_e4m3fn), "float8_e4m3fn"),
+        (lambda leaf: np.asarray(leaf).tolist(), "list"),
+        (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "ShapeDtypeStruct"),
+    ],
+    ids=["int8", "complex64", "FP8 without scales", "lists", "shapes"],
+)
+def test_leaves_that_are_no_arrays_of_floats(make, got, layers):
+    one = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:1])
+    with pytest.raises(CheckpointError) as caught:
+        from_maxtext(jax.tree.map(make, to_maxtext({0: layers[0]})), one)
+    assert len(caught.value.problems) == 8
+    assert all(problem.endswith(f": expected an array of floats, got {got}") for problem in caught.value.problems)
+
+
+def test_trees_as_flax_holds_them(layers):
+    """Boxed with their axes, as Linen makes them; as a state of NNX; in mappings that are no dicts; of NumPy arrays."""
+    tree = to_maxtext(layers)
+    boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, (None,) * leaf.ndim), tree)
+    as_state = {"params": nnx.State(jax.tree.map(nnx.Param, tree["params"]))}
+    frozen = {"params": types.MappingProxyType({"decoder": types.MappingProxyType(tree["params"]["decoder"])})}
+    for held in (boxed, as_state, frozen, jax.tree.map(np.asarray, tree)):
+        assert_same(from_maxtext(held, CONFIG), layers)
+
+
 def test_a_stack_of_the_wrong_height(layers):
     tree = to_maxtext(layers, scan=True)
     with pytest.raises(
@@ -145,6 +176,11 @@ def test_bad_arguments(layers, monkeypatch):
     uneven = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:8])
     with pytest.raises(ValueError, match="layers: expected two types in turn from layer 3 on"):
         from_maxtext(to_maxtext(layers, scan=True), uneven)
+    none: Any = None
+    with pytest.raises(ValueError, match="config: expected an AttentionConfig, got NoneType"):
+        from_maxtext(to_maxtext(layers), none)
+    with pytest.raises(ValueError, match=r"param_dtype: expected one of bfloat16, .*, got int8"):
+        from_maxtext(to_maxtext(layers), CONFIG, param_dtype=jnp.int8)
     wrong: tuple[Any, ...] = ({}, {"params": {"encoder": {}}}, [1])
     for given in wrong:
         with pytest.raises(ValueError, match=r'params: expected a tree with \["params"\]\["decoder"\], got'):

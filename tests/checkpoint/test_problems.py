@@ -198,9 +198,18 @@ def test_of_very_many_problems_the_message_shows_some_and_counts_the_others(
     assert lines[-1] == f"and {60 - (len(lines) - 1)} more"
 
 
-def test_a_checkpoint_without_attention_lacks_every_tensor(fp8: Tensors, tmp_path: pathlib.Path) -> None:
-    problems = problems_of(written(tmp_path, {"embed.weight": zeros("BF16", 8, 8)}))
-    assert set(problems) == {f"{name}: missing" for name in fp8 if not name.endswith(".scale")}
+def test_names_of_no_dialect_are_said_once(fp8: Tensors, tmp_path: pathlib.Path) -> None:
+    (problem,) = problems_of(written(tmp_path, {"language_" + name: held for name, held in fp8.items()}))
+    assert problem.startswith("expected tensors layers.N.attn.*, model.layers.N.attn.* or model.layers.N.self_attn.*")
+    assert "language_layers.0.attn.attn_sink" in problem
+    (problem,) = problems_of(written(tmp_path, {"embed.weight": zeros("BF16", 8, 8)}))
+    assert problem.endswith("got none; it has embed.weight")
+
+
+def test_a_layer_that_is_not_there_at_all_is_said_once(fp8: Tensors, tmp_path: pathlib.Path) -> None:
+    some = {name: held for name, held in fp8.items() if not name.startswith(L1)}
+    assert problems_of(written(tmp_path, some)) == ["layers.1.attn.*: missing, all of layer 1"]
+    assert list(load_attention(tmp_path, layers=[0, 2])) == [0, 2]
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -101,7 +101,19 @@ def test_other_names_are_the_same_tensors():
         assert sorted(attention_tensors(config, 2, dialect).values()) == want
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": None}, {"dspark_block_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": None},
+        {"dspark_block_size": 5},
+        {"n_routed_experts": 10**9},
+        {"n_routed_experts": 10**6},
+        {"num_nextn_predict_layers": 10**5},
+        {"num_hash_layers": -1},
+        {"hc_mult": True},
+    ],
+    ids=str,
+)
 def test_what_is_not_known_is_not_guessed(change):
     config, raw = MODELS["flash"]
     assert released_tensors(raw | change, config) is None

@@ -19,7 +19,7 @@ from foveal.testing.parameters import get_params, set_params
 from tests.checkpoint.rewriting import assert_same
 
 
-def layers_of(config, dtype: DTypeLike = "float32", param_dtype=None):
+def layers_of(config, dtype: DTypeLike = jnp.float32, param_dtype=None):
     made = {}
     for index, layer_type in enumerate(config.layer_types):
         kinds = {"dtype": dtype, "param_dtype": param_dtype or dtype}
@@ -29,10 +29,9 @@ def layers_of(config, dtype: DTypeLike = "float32", param_dtype=None):
 
 
 @pytest.mark.parametrize("dialect", Dialect)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_was_saved_is_loaded_to_the_bit(dialect, dtype, ragged, tmp_path):
-    dtype = jnp.dtype(dtype)
-    layers = layers_of(ragged, dtype)
+    layers = layers_of(ragged, getattr(jnp, dtype))
     save_attention(tmp_path / "saved", layers, dialect=dialect)
     loaded = load_attention(tmp_path / "saved")  # in the narrowest dtype that holds it
     for index, layer in layers.items():
@@ -42,6 +41,16 @@ def test_what_was_saved_is_loaded_to_the_bit(dialect, dtype, ragged, tmp_path):
         for name in want:
             assert got[name].dtype == want[name].dtype
             np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8))
+
+
+def test_each_layer_keeps_its_dtypes(ragged, tmp_path):
+    narrow, wide = layers_of(ragged, jnp.bfloat16), layers_of(ragged)
+    save_attention(tmp_path / "saved", {0: narrow[0], 1: wide[1], 2: narrow[2]})
+    assert_same(load_attention(tmp_path / "saved"), {0: narrow[0], 1: wide[1], 2: narrow[2]})
+    # That a layer computes in another dtype is not written down.
+    mixed = layers_of(ragged, jnp.bfloat16, jnp.float32)
+    save_attention(tmp_path / "mixed", mixed)
+    assert_same(load_attention(tmp_path / "mixed", dtype="bfloat16", param_dtype="float32"), mixed)
 
 
 def test_numbers_of_every_kind_come_back(ragged, tmp_path):
@@ -120,13 +129,45 @@ def test_nothing_is_written_over(ragged, tmp_path):
     assert_same(load_attention(tmp_path / "empty", dtype="float32"), layers_of(ragged))
 
 
+def test_a_path_may_be_a_link_or_a_dot(ragged, tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "later")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path, place in (("../link", "real"), (tmp_path / "dangling", "later"), (".", "here"), ("below/", "here/below")):
+        if path == "below/":  # the directory that one stands in has been replaced
+            monkeypatch.chdir(tmp_path / "real")
+            place = "real/below"
+        save_attention(path, {0: layers_of(ragged)[0]})
+        assert (tmp_path / place / "config.json").exists()
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "here", "later", "link", "real"]
+
+
+def test_who_comes_second_is_told_so(ragged, tmp_path, monkeypatch):
+    layers, replace = {0: layers_of(ragged)[0]}, os.replace
+
+    def slow(source, target):
+        monkeypatch.setattr("os.replace", replace)
+        save_attention(tmp_path / "saved", layers)
+        return replace(source, target)
+
+    monkeypatch.setattr("os.replace", slow)
+    with pytest.raises(ValueError, match=r"path: expected nothing there, but in the meantime there is .*saved"):
+        save_attention(tmp_path / "saved", layers)
+    assert os.listdir(tmp_path) == ["saved"]
+    assert_same(load_attention(tmp_path / "saved", layers=[0]), layers)
+
+
 def test_others_may_read_it_as_the_umask_says(ragged, tmp_path):
     before = os.umask(0o022)
     try:
         save_attention(tmp_path / "deeper" / "saved", layers_of(ragged))
     finally:
         os.umask(before)
-    assert (tmp_path / "deeper" / "saved").stat().st_mode & 0o777 == 0o755
+    made = tmp_path / "deeper" / "saved"
+    assert made.stat().st_mode & 0o777 == 0o755
+    assert {file.stat().st_mode & 0o777 for file in made.iterdir()} == {0o644}
 
 
 def test_bad_arguments(ragged, tmp_path, monkeypatch):
@@ -135,8 +176,8 @@ def test_bad_arguments(ragged, tmp_path, monkeypatch):
     whole = layers_of(ragged)[0]
     whole.q_a_proj.kernel = nnx.Param(jnp.zeros((160, 136), jnp.int8))
     cases = [
-        ({}, {}, "layers: expected a mapping with at least one layer, got {}"),
-        ([layers[0]], {}, "layers: expected a mapping with at least one layer"),
+        ({}, {}, "layers: expected a mapping of indices to layers, got an empty one"),
+        ([layers[0]], {}, "layers: expected a mapping of indices to layers, got list"),
         ({0: "layer"}, {}, r"layers\[0\]: expected a CompressedAttention, got str"),
         ({0: layers[0], 1: other[1]}, {}, r"layers\[1\]: expected a layer of the same config as the others"),
         ({0: layers[1]}, {}, r"layers\[0\]: expected a sliding_attention layer, got a compressed_sparse_attention"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from foveal import AttentionConfig, Dialect, Documents, LayerType, load_attention, save_attention
-from foveal.checkpoint.load import find_attention
+from foveal.checkpoint.find import find_attention
 from foveal.cli.layer import UNDECIDED, selected_entries
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.numerics import assert_close
@@ -49,7 +49,7 @@ def test_what_transformers_saves_loads_and_computes_the_same(files, model, saved
     assert found.dialect is Dialect.TRANSFORMERS_SAVED
     layers = load_attention(saved / files)
     for index, layer in layers.items():
-        peer = peers.Peer(CONFIG, layer.layer_type, model.model.layers[index].self_attn.state_dict())
+        peer = peers.Peer(peers.their_config(CONFIG), index, model.model.layers[index].self_attn.state_dict())
         x = clear_hidden(layer)
         with torch.no_grad():
             want = peer(torch.tensor(x)).numpy()
@@ -93,7 +93,7 @@ def test_fp8_is_what_torch_makes_of_it(scales, written, ragged):
     """Read by safetensors and torch, named by transformers' rules: nothing of ours but the files."""
     path = written(scales=scales, weights="fp8")
     for index, layer in load_attention(path, dtype="float32").items():
-        theirs = peers.peer_of_checkpoint(path, ragged, index).module.state_dict()
+        theirs = peers.peer_of_checkpoint(path, index).module.state_dict()
         ours = peers.peer_state({name: np.asarray(value) for name, value in get_params(layer).items()})
         assert ours.keys() == theirs.keys()
         for name in ours:

@@ -59,7 +59,7 @@ def test_parity(layer_type, length, pure_layer, compiled_reference, problem):
         return problem(layer_type, seed, batch=1, length=length, **REAL)
 
     params, x, cotangent = make(clear_seed(reference, make))
-    peer = peers.Peer(SMALL, layer_type, peers.peer_state(params))
+    peer = peers.peer_of_params(SMALL, layer_type, params)
     hidden = torch.tensor(x, requires_grad=True)
     theirs = peer(hidden)
     layer = pure_layer(layer_type, optimized=False, **REAL)
@@ -87,7 +87,7 @@ def test_parity_at_flash_head_sizes(pure_layer, compiled_reference):
     reference = compiled_reference(LayerType.CSA, length=length, **changes)
     x = random_hidden(clear_seed(reference, lambda seed: (params, random_hidden(seed, 1, length, 512))), 1, length, 512)
     with torch.no_grad():
-        theirs = peers.Peer(config, LayerType.CSA, peers.peer_state(params))(torch.tensor(x)).numpy()
+        theirs = peers.peer_of_params(config, LayerType.CSA, params)(torch.tensor(x)).numpy()
     ours = pure_layer(LayerType.CSA, optimized=False, **changes).forward(params, jnp.asarray(x))
     assert_close(ours, theirs, np.float32)
 
@@ -100,7 +100,7 @@ def test_a_prompt_and_40_tokens_through_both_caches(layer_type, compiled_referen
         return problem(layer_type, seed, batch=1, length=length, **REAL)
 
     params, x, _ = make(clear_seed(compiled_reference(layer_type, length=max(LENGTHS), **REAL), make))
-    peer = peers.Peer(SMALL, layer_type, peers.peer_state(params))
+    peer = peers.peer_of_params(SMALL, layer_type, params)
     with torch.no_grad():
         theirs = decode(peer, torch.tensor(x), prompt).numpy()
     layer = CompressedAttention(SMALL, layer_type=layer_type, rngs=nnx.Rngs(0))

@@ -33,6 +33,7 @@ DTYPES: dict[str, np.dtype] = {
 """Those dtypes of safetensors that released models are stored in, attention in the floating ones."""
 
 _SHOWN = 40
+_LFS_POINTER = b"version https://git-lfs"
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 48
 
 
@@ -155,9 +156,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         ImportError: safetensors is missing.
     """
     safetensors = require_safetensors()
-    if not os.path.isfile(file):  # nor a pipe, which would be waited for
-        what = "expected a safetensors file, got no file" if os.path.exists(file) else "there is no such file"
-        raise CheckpointError(file, [what])
+    _check_is_file(file)
     try:
         with safetensors.safe_open(os.fspath(file), framework="np") as opened:
             names = set(opened.keys())
@@ -165,7 +164,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(raw.read(8), "little")
             header = _parse_json(raw.read(length))
     except (safetensors.SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise CheckpointError(file, [f"expected a safetensors file, got {_one_line(error)}"]) from error
+        raise CheckpointError(file, [f"expected a safetensors file, {_why(file, error)}"]) from error
     header.pop("__metadata__", None)
     if set(header) != names:  # two readers of one JSON text: it means the same to both, or nothing is read
         raise CheckpointError(file, ["expected a safetensors header, got one that can be read in two ways"])
@@ -208,19 +207,38 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing or holds something else.
     """
+    _check_is_file(path)
     try:
         value = _parse_json(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(path, ["there is no such file"]) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"expected a JSON file, got {_one_line(error)}"]) from error
     return value
 
 
+def _check_is_file(path: Path) -> None:
+    """Of pipes and devices reading would not end."""
+    if not os.path.isfile(path):
+        what = "expected a file, got something else" if os.path.exists(path) else "there is no such file"
+        raise CheckpointError(path, [what])
+
+
+def _why(file: Path, error: Exception) -> str:
+    """Why a file is no safetensors file, in words that say what to do where that is known."""
+    try:
+        with open(file, "rb") as opened:
+            beginning, size = opened.read(len(_LFS_POINTER)), os.fstat(opened.fileno()).st_size
+    except OSError:
+        return f"got {_one_line(error)}"
+    if beginning == _LFS_POINTER:
+        return "got a pointer of Git LFS to one: git lfs pull fetches it"
+    return f"got {_one_line(error)}; it has {size:,} bytes, is it cut off?"
+
+
 def _read_index(path: Path) -> dict[str, Path]:
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict):
-        raise CheckpointError(path, [f"weight_map: expected an object, got {type(listed).__name__}"])
+        got = "none: is this an index?" if listed is None else type(listed).__name__
+        raise CheckpointError(path, [f"weight_map: expected an object, got {got}"])
     problems = [f"weight_map: {name!r}: {problem}" for name, file in listed.items() if (problem := _refused(file))]
     if problems:
         raise CheckpointError(path, problems)
@@ -241,6 +259,8 @@ def _refused(file: object) -> str | None:
 
 
 def _without_index(path: Path) -> list[Path]:
+    if not os.path.lexists(path):
+        raise CheckpointError(path, ["there is no such file or directory; models are not downloaded from a hub"])
     if not path.is_dir():
         return [path]
     if (path / SINGLE).exists():

@@ -5,15 +5,18 @@ MaxText's DeepSeek-V4 has no YaRN: on the compressed layers the same parameters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from flax.core import meta
 
 from foveal.checkpoint.files import CheckpointError
-from foveal.checkpoint.load import abstract_layer, parameter_shapes
+from foveal.checkpoint.find import abstract_layer, parameter_shapes
+from foveal.checkpoint.load import FLOATS, as_float
 from foveal.checkpoint.names import maxtext_path, maxtext_shape, rows_of
 from foveal.checkpoint.save import common_config, parameters
 from foveal.config import AttentionConfig
@@ -88,16 +91,19 @@ def from_maxtext(
         All layers of the config by index.
 
     Raises:
-        CheckpointError: a `ValueError` listing parameters that are missing, unexpected or of another shape.
-        ValueError: not such a tree.
+        CheckpointError: a `ValueError` listing parameters that are missing, unexpected, of another shape or no floats.
+        ValueError: not such a tree, or a dtype that is not floating.
     """
+    if not isinstance(config, AttentionConfig):
+        raise ValueError(f"config: expected an AttentionConfig, got {type(config).__name__}")
+    kind = as_float("dtype", dtype)
+    param_kind = kind if param_dtype is None else as_float("param_dtype", param_dtype)
     decoder = _decoder(params)
-    scan = "scanned_blocks" in decoder
-    flat = traverse_util.flatten_dict({"params": {"decoder": decoder}})
+    flat = dict(_leaves(decoder, _DECODER))
     left = {path for path in flat if "self_attention" in path}
     problems: list[str] = []
     values: dict[int, dict[str, Any]] = {}
-    places = _places(config, list(range(config.num_layers)), scan)
+    places = _places(config, list(range(config.num_layers)), scan="scanned_blocks" in decoder)
     for index, place in places.items():
         shapes, layer_type = parameter_shapes(config, index), config.layer_type(index)
         values[index] = {}
@@ -106,15 +112,15 @@ def from_maxtext(
             left.discard(path)
             value, problem = _taken(flat.get(path), place, places, maxtext_shape(row, config, shapes[row.path]))
             if problem is None:
-                values[index][row.path] = np.reshape(value, shapes[row.path])
+                values[index][row.path] = value.reshape(shapes[row.path])
             else:
                 problems.append(f"{'-'.join(path)}: {problem}")
     problems += [f"{'-'.join(path)}: unexpected" for path in sorted(left)]
     if problems:
-        raise CheckpointError("params", dict.fromkeys(problems))
+        raise CheckpointError("MaxText's parameters", dict.fromkeys(problems))
     made = {}
     for index, by_path in values.items():
-        abstract = abstract_layer(config, index, dtype, dtype if param_dtype is None else param_dtype, precision)
+        abstract = abstract_layer(config, index, kind, param_kind, precision)
         graph, state = nnx.split(abstract)
         leaves = {
             path: leaf.replace(jnp.asarray(by_path[".".join(map(str, path))], leaf.dtype))
@@ -124,6 +130,17 @@ def from_maxtext(
     return made
 
 
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What lies below a tree, by path; the arrays themselves where Flax has boxed them."""
+    if isinstance(tree, Mapping):
+        for key, member in tree.items():
+            yield from _leaves(member, (*path, str(key)))
+    elif isinstance(tree, nnx.Variable):
+        yield path, tree[...]
+    else:
+        yield path, meta.unbox(tree)
+
+
 def _places(config: AttentionConfig, layers: list[int], scan: bool) -> dict[int, _Place]:
     if not scan:
         return {i: _Place((*_DECODER, f"layers_{i}", "self_attention"), None) for i in layers}
@@ -131,7 +148,7 @@ def _places(config: AttentionConfig, layers: list[int], scan: bool) -> dict[int,
         raise ValueError(f"layers: expected all {config.num_layers} layers, to be scanned over, got {layers}")
     types = config.layer_types[UNSCANNED:]
     pair = types[:_PERIOD]
-    if not types or len(types) % _PERIOD or types != pair * (len(types) // _PERIOD):
+    if len(types) % _PERIOD or types != pair * (len(types) // _PERIOD):
         raise ValueError(
             f"layers: expected two types in turn from layer {UNSCANNED} on, to be scanned over, got "
             f"{[str(layer_type) for layer_type in types]}"
@@ -147,6 +164,10 @@ def _taken(value: Any, place: _Place, places: dict[int, _Place], shape: tuple[in
     """A layer's part of an array, or what is wrong with it."""
     if value is None:
         return None, "missing"
+    if not isinstance(value, jax.Array | np.ndarray):
+        return None, f"expected an array of floats, got {type(value).__name__}"
+    if value.dtype.name not in FLOATS:
+        return None, f"expected an array of floats, got {value.dtype}"
     expected = shape
     if place.stacked is not None:
         count = sum(other.path == place.path for other in places.values())

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from foveal.checkpoint.find import parameter_shapes
 from foveal.checkpoint.fp8 import scale_shape
-from foveal.checkpoint.load import parameter_shapes
 from foveal.checkpoint.names import Dialect, Stored, full_name, rows_of, scale_name
 from foveal.config import AttentionConfig, LayerType
 
@@ -25,6 +25,7 @@ _KEYS = (
     "num_nextn_predict_layers",
     "hc_mult",
 )
+_LARGEST = 1 << 20  # that a number in a config is taken for; no tensor is named for one beyond
 _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
 _FP4_GROUP = 32  # columns that share a scale; two of them are in a byte
 
@@ -77,9 +78,14 @@ def released_tensors(
         scale_dtype: of the blocks' scales.
 
     Returns:
-        None if the config is not one of a whole model, or of one with other MTP layers than the first releases'.
+        None if the config is not that of a whole model of a size that can be, or has other MTP layers than the first
+        releases.
     """
-    if any(not isinstance(raw_config.get(key), int) for key in _KEYS) or raw_config.get("dspark_block_size"):
+    sizes = [raw_config.get(key) for key in _KEYS]
+    if any(type(size) is not int or not 0 <= size <= _LARGEST for size in sizes):
+        return None
+    layers = config.num_layers + raw_config["num_nextn_predict_layers"]
+    if raw_config.get("dspark_block_size") or layers * (raw_config["n_routed_experts"] + 1) > _LARGEST:
         return None
     model = _Model(raw_config, config, scale_dtype)
     return dict(model.tensors())

@@ -29,18 +29,21 @@ def save_attention(
 ) -> None:
     """Writes attention layers as safetensors files, an index and a `config.json`.
 
-    Every parameter is written in its own dtype, so that `load_attention` of it is equal to the bit. For the state of a
-    training run, optimizer included, use Orbax.
+    Every parameter is written in its own dtype, and is what `load_attention` returns, to the bit. The dtype of
+    activations is no part of a checkpoint: a layer that computes in another one than its kernels' must be loaded with
+    `dtype` and `param_dtype`. For the state of a training run, optimizer included, use Orbax.
 
     Args:
         path: of a directory, which must not exist or be empty; it appears when everything is written.
-        layers: the layers by index, as `load_attention` returns them; not necessarily all of a model's.
+        layers: the layers by index, as `load_attention` returns them. If these are not all of a model's, name them when
+            loading.
         dialect: whose names to give: "deepseek", "transformers" or "transformers-saved" (see `Dialect`).
         shard_bytes: how large a file may become; that much memory is taken. A larger tensor has a file for itself.
 
     Raises:
         ValueError: no layers, layers of different models or types, parameters of a dtype that files do not hold or
             that other processes hold parts of, an unknown dialect, or something is at the path already.
+        OSError: it cannot be written; nothing is left behind but parent directories.
         ImportError: safetensors is missing (`pip install foveal[checkpoint]`).
     """
     dialect = as_dialect(dialect)
@@ -67,7 +70,8 @@ def common_config(layers: Mapping[int, CompressedAttention]) -> AttentionConfig:
         ValueError: there are none, or they are not of one model, or one is not of the type that its index has.
     """
     if not isinstance(layers, Mapping) or not layers:
-        raise ValueError(f"layers: expected a mapping with at least one layer, got {layers!r}")
+        got = "an empty one" if isinstance(layers, Mapping) else type(layers).__name__
+        raise ValueError(f"layers: expected a mapping of indices to layers, got {got}")
     for index, layer in layers.items():
         if not isinstance(layer, CompressedAttention):
             raise ValueError(f"layers[{index!r}]: expected a CompressedAttention, got {type(layer).__name__}")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ def write_checkpoint(
 
     Raises:
         ValueError: there is something at the path already, or `shard_bytes` is below 1.
+        OSError: it cannot be written.
         ImportError: safetensors is missing.
     """
     require_safetensors()
@@ -82,16 +83,25 @@ def _shards(tensors: Sequence[ToWrite], most: int) -> list[list[ToWrite]]:
 @contextlib.contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
     """A directory that appears at `path` when all is written to disk, and leaves nothing behind otherwise."""
+    path = Path(os.path.realpath(path))  # of a link, what it leads to; and no "."
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"path: expected nothing or an empty directory, got {path}, which exists")
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    made = path.parent / f".foveal-{uuid.uuid4().hex}"
+    made.mkdir()
     try:
         yield made
-        made.chmod(0o777 & ~_umask())
-        for file in [*made.iterdir(), made]:
+        for file in made.iterdir():
+            # safetensors makes files for their owner alone: whoever may read the directory may read them.
+            file.chmod(made.stat().st_mode & 0o666)
             _sync(file)
-        os.replace(made, path)  # onto an empty directory too
+        _sync(made)
+        try:
+            os.replace(made, path)  # onto an empty directory too
+        except OSError as error:
+            if path.exists():
+                raise ValueError(f"path: expected nothing there, but in the meantime there is {path}") from error
+            raise
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -104,12 +114,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import math
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foveal.cli.console import make_console, progress, short_name, size_text
+from foveal.cli.console import make_console, progress, short_name
 from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from foveal.checkpoint.load import AttentionCheckpoint
+    from foveal.checkpoint.find import AttentionCheckpoint
     from foveal.cli.verify_files import Whole
     from foveal.cli.verify_layer import Comparison, Outputs, Statistics
     from foveal.nn import CompressedAttention
+
+_MOST_TOKENS = 1 << 14
+_MORE_TOKENS = 64  # than the fewest with which every part of a layer is used
 
 _DESCRIPTION = """\
 Reads the config and the attention tensors of a DeepSeek-V4 checkpoint (released files, transformers', foveal's),
@@ -43,14 +47,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     summary = "check a checkpoint's attention, and run it beside transformers'"
     parser = subparsers.add_parser("verify", help=summary, description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("path", nargs="?", metavar="PATH", help="a directory with config.json and safetensors files")
+    add(
+        "path",
+        nargs="?",
+        metavar="PATH",
+        help="a directory with config.json and safetensors files, or one such file or its index beside a config.json",
+    )
     add("--random", action="store_true", help="instead of PATH, an FP8 checkpoint of random weights, made for this")
     add("--preset", choices=tuple(PRESETS), help="whose sizes --random has (default: tiny)")
     layers = int_between(0, 1 << 16)
     add("--layer", type=layers, nargs="+", metavar="N", help="layers to look at, from 0 (default: all)")
-    tokens = int_between(1, 1 << 14)
-    add("--tokens", type=tokens, default=320, metavar="N", help="hidden states to run on (default: %(default)s)")
-    add("--seed", type=int_between(0, 2**31 - 1), default=0, metavar="N", help="of these (default: 0)")
+    tokens = int_between(1, _MOST_TOKENS)
+    add("--tokens", type=tokens, metavar="N", help="hidden states to run on (default: enough for each layer type)")
+    add(
+        "--seed",
+        type=int_between(0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="of the hidden states and of --random's weights (default: 0)",
+    )
     add("--json", action="store_true", help="print a line of JSON a layer, and one of the checkpoint, and no tables")
     parser.set_defaults(run=run)
 
@@ -75,6 +90,7 @@ class LayerReport:
     def complaints(self) -> tuple[str, ...]:
         """All that is wrong with it."""
         found = [f"{name} is not finite" for name in self.statistics.not_finite]
+        found += [f"{name} is zero" for name in self.statistics.zero]
         for dtype, comparison in self.comparisons.items():
             found += [f"{dtype}: {complaint}" for complaint in comparison.complaints]
         return tuple(f"layer {self.layer}: {complaint}" for complaint in found)
@@ -110,39 +126,40 @@ def _checkpoint(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="foveal-verify-") as scratch:
         path = Path(scratch) / "random"
         config = PRESETS[args.preset or "tiny"]()
-        _check_layers(args.layer, config.num_layers)
+        _check_arguments(args, config)
         write_random_checkpoint(path, config, layers=args.layer, seed=args.seed)
         yield path
 
 
 def _verify(path: Path, args: argparse.Namespace) -> int:
-    from foveal.checkpoint.load import find_attention
-    from foveal.cli.verify_files import whole_checkpoint
+    from foveal.checkpoint.find import find_attention, open_checkpoint
+    from foveal.cli.verify_files import config_complaints, whole_checkpoint
 
     console = make_console()
     try:
-        config = AttentionConfig.from_hf_config(path if path.is_dir() else path.parent)
-        _check_layers(args.layer, config.num_layers)
+        _, config = open_checkpoint(path)
+        tokens = _check_arguments(args, config)
         found = find_attention(path, config, args.layer)
-        whole = whole_checkpoint(found)
-    except (ValueError, FileNotFoundError) as error:
+        whole = whole_checkpoint(found, partial=args.layer is not None)
+    except (ValueError, OSError) as error:
         return _end(console, args, str(error).splitlines())
     peer, name = _peer()
     if not args.json:
         title = f"random weights, {args.preset or 'tiny'}" if args.random else str(path)
-        console.print(_summary(title, found, whole, name, args.tokens))
+        console.print(_summary(title, found, whole, name, tokens))
+    complaints = [*config_complaints(config), *whole.complaints]
     reports = []
     with progress(console, len(found.layers), disable=args.json) as advance:
         for layer in found.layers:
             advance(f"layer {layer}")
-            reports.append(_look_at(found, layer, peer, args))
+            reports.append(_look_at(found, layer, peer, tokens, args.seed))
+            complaints += reports[-1].complaints
             if args.json:
                 print(_json(dataclasses.asdict(reports[-1])))
     if not args.json:
         console.print(_weights_table(reports))
         console.print(_comparison_table(reports, name))
-    complaints = [*whole.complaints, *(complaint for report in reports for complaint in report.complaints)]
-    return _end(console, args, complaints, checkpoint=dataclasses.asdict(whole), compared_with=name)
+    return _end(console, args, complaints, checkpoint=dataclasses.asdict(whole), compared_with=name, tokens=tokens)
 
 
 def _end(console: Console, args: argparse.Namespace, complaints: list[str], **found: Any) -> int:
@@ -154,49 +171,66 @@ def _end(console: Console, args: argparse.Namespace, complaints: list[str], **fo
     return 1 if complaints else 0
 
 
-def _check_layers(layers: list[int] | None, count: int) -> None:
-    for layer in layers or ():
-        if layer >= count:
-            raise CliError(f"--layer: expected 0 <= N < {count}, the number of layers, got {layer}")
-    if layers is not None and len(set(layers)) < len(layers):
-        raise CliError(f"--layer: expected each layer once, got {' '.join(map(str, layers))}")
+def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
+    """How many tokens to run on.
+
+    Raises:
+        CliError: there are no such layers, or the tokens are too few to tell anything.
+    """
+    from foveal.cli.verify_layer import least_tokens
+
+    for layer in args.layer or ():
+        if layer >= config.num_layers:
+            raise CliError(f"--layer: expected 0 <= N < {config.num_layers}, the number of layers, got {layer}")
+    if args.layer is not None and len(set(args.layer)) < len(args.layer):
+        raise CliError(f"--layer: expected each layer once, got {' '.join(map(str, args.layer))}")
+    least = least_tokens(config)
+    tokens = least + _MORE_TOKENS if args.tokens is None else args.tokens
+    if not least <= tokens <= _MOST_TOKENS:
+        raise CliError(f"--tokens: expected {least} to {_MOST_TOKENS}, so that each layer has entries, got {tokens}")
+    return tokens
 
 
 def _peer() -> tuple[Any, str]:
     """The module to compare with, if it can be had, and what to call it."""
     try:
-        import transformers
-
         peer = importlib.import_module("foveal.testing.peer")
-    except ImportError:
-        return None, "foveal.testing.reference"
-    return peer, f"transformers {transformers.__version__}"
+    except ImportError as error:
+        return None, f"foveal.testing.reference (without transformers: {error})"
+    return peer, f"transformers {importlib.metadata.version('transformers')}"
 
 
-def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, args: argparse.Namespace) -> LayerReport:
-    from foveal.cli.verify_layer import DTYPES, compare, hidden_states, statistics, with_short_choice
+def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, tokens: int, seed: int) -> LayerReport:
+    from foveal.checkpoint.load import load_layer
+    from foveal.cli.verify_layer import DTYPES, Comparison, compare, hidden_states, statistics, with_short_choice
 
-    found = dataclasses.replace(found, config=with_short_choice(found.config, args.tokens))
-    hidden = hidden_states(found.config, args.tokens, args.seed)
-    module = found.load(layer, dtype="float32", precision="highest")
-    expected = _expected(found, layer, module, peer)
+    found = dataclasses.replace(found, config=with_short_choice(found.config, tokens))
+    hidden = hidden_states(found.config, tokens, seed)
+    module = load_layer(found, layer, dtype="float32", precision="highest")
     figures, comparisons = statistics(found, layer, module), {}
+    kind = found.config.layer_type(layer)
+    try:
+        expected = _expected(found, layer, module, peer)
+    except Exception as error:  # whatever transformers does with a config or weights that it does not take
+        complaint = f"transformers does not take this layer: {type(error).__name__}: {' '.join(str(error).split())}"
+        none = Comparison(math.nan, math.nan, None, (complaint,))
+        return LayerReport(layer, kind, figures, dict.fromkeys(DTYPES, none))
     for dtype in DTYPES:
         if dtype != "float32":
-            module = found.load(layer, dtype=dtype, precision="highest")
+            module = load_layer(found, layer, dtype=dtype, precision="highest")
         comparisons[dtype] = compare(module, expected, hidden, dtype)
-    return LayerReport(layer, found.config.layer_type(layer), figures, comparisons)
+    return LayerReport(layer, kind, figures, comparisons)
 
 
 def _expected(found: AttentionCheckpoint, layer: int, module: CompressedAttention, peer: Any) -> Outputs:
-    from foveal.cli.verify_layer import by_reference
+    from foveal.cli.verify_layer import Expected, by_reference
 
     if peer is None:
         return by_reference(module)
     import torch
 
-    theirs = peer.peer_of_checkpoint(found.files.path, found.config, layer)
-    return lambda hidden, dtype: theirs.with_choice(hidden, getattr(torch, dtype))
+    theirs = peer.peer_of_checkpoint(found.files.path, layer, index_topk=found.config.index_topk)
+    return lambda hidden, dtype: Expected(*theirs.with_choice(hidden, getattr(torch, dtype)), independent=True)
 
 
 def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, tokens: int) -> str:
@@ -215,7 +249,8 @@ def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, to
         f"attention of {len(found.layers)} layers: {tensors:,} tensors, {size:,} bytes",
         f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files here: {whole.files_here} of "
         f"{whole.files}, {whole.bytes:,}" + _of(whole.expected_bytes) + " bytes",
-        f"compared with {name} on {tokens} random hidden states, {chosen} of their {entries} CSA entries selected",
+        f"compared with {name}, on {tokens} random hidden states"
+        + (f"; CSA layers select {chosen} of their {entries} entries" if LayerType.CSA in kinds else ""),
     ]
     return "\n".join(lines)
 
@@ -227,19 +262,16 @@ def _of(expected: int | None) -> str:
 def _weights_table(reports: list[LayerReport]) -> Table:
     from rich.table import Table
 
-    table = Table(
-        "layer", "type", "tensors", "bytes", "released", "finite", "kernel rms", "norm rms", "sinks", title="weights"
-    )
+    table = Table("layer", "type", "tensors", "stored", "finite", "kernel rms", "norm rms", "sinks", title="weights")
     for report in reports:
         found = report.statistics
         table.add_row(
             str(report.layer),
             short_name(report.layer_type),
             str(found.tensors),
-            size_text(found.bytes),
-            "yes" if found.as_released else "no",
+            "released" if found.as_released else ", ".join(found.stored),
             "no" if found.not_finite else "yes",
-            *(f"{low:.2g}…{high:.2g}" for low, high in (found.kernels, found.norms, found.sinks)),
+            *(f"{low:.2g} to {high:.2g}" for low, high in (found.kernels, found.norms, found.sinks)),
         )
     return table
 
@@ -247,7 +279,7 @@ def _weights_table(reports: list[LayerReport]) -> Table:
 def _comparison_table(reports: list[LayerReport], name: str) -> Table:
     from rich.table import Table
 
-    table = Table("layer", "dtype", "max |error|", "relative L2", "same choice", "agrees", title=f"beside {name}")
+    table = Table("layer", "dtype", "max |error|", "relative L2", "same entries", "agrees", title=f"beside {name}")
     for report in reports:
         for dtype, found in report.comparisons.items():
             table.add_row(
@@ -255,7 +287,7 @@ def _comparison_table(reports: list[LayerReport], name: str) -> Table:
                 dtype,
                 f"{found.worst:.2g}",
                 f"{found.relative:.2g}",
-                "" if found.same_choice is None else f"{found.same_choice:.1%}",
+                "" if found.same_entries is None else f"{found.same_entries:.1%}",
                 "no" if found.complaints else "yes",
             )
     return table

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from foveal.checkpoint.files import CheckpointFiles, read_json
-from foveal.checkpoint.load import AttentionCheckpoint
+from foveal.checkpoint.find import AttentionCheckpoint
 from foveal.checkpoint.names import Dialect
 from foveal.checkpoint.release import TensorSpec, released_tensors
+from foveal.config import AttentionConfig
 
 _SHOWN = 10
 
@@ -36,21 +37,39 @@ class Whole:
     complaints: tuple[str, ...]
 
 
-def whole_checkpoint(found: AttentionCheckpoint) -> Whole:
+def config_complaints(config: AttentionConfig) -> tuple[str, ...]:
+    """What differs between a config and that of the released model whose size it has."""
+    for name, preset in (("Flash", AttentionConfig.deepseek_v4_flash()), ("Pro", AttentionConfig.deepseek_v4_pro())):
+        if (config.hidden_size, config.num_layers) == (preset.hidden_size, preset.num_layers):
+            fields = [field.name for field in dataclasses.fields(config) if field.name != "initializer_range"]
+            return tuple(
+                f"config: {field} is {getattr(config, field)}, which in DeepSeek-V4-{name} is {getattr(preset, field)}"
+                for field in fields
+                if getattr(config, field) != getattr(preset, field)
+            )
+    return ()
+
+
+def whole_checkpoint(found: AttentionCheckpoint, *, partial: bool) -> Whole:
     """Counts and compares; reads headers only.
+
+    Args:
+        found: the checkpoint's attention.
+        partial: whether files that hold nothing of it need not be here.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     files = found.files
     here = {file for file in files.files if file.exists()}
+    absent = [] if partial else [f"{file}: there is no such file" for file in files.files if file not in here]
     held = {name: files.tensor(name) for name, file in files.where.items() if file in here}
     total = sum(tensor.size for tensor in held.values())
     expected = _expected(found)
     if expected is None:
-        return Whole(len(files.files), len(here), len(files.where), total, None, None, ())
+        return Whole(len(files.files), len(here), len(files.where), total, None, None, tuple(absent))
     present = {name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in held.items()}
-    complaints = _differences(files, expected, present)
+    complaints = (*absent, *_differences(files, expected, present))
     bytes_here = sum(spec.size for name, spec in expected.items() if name in held)
     return Whole(len(files.files), len(here), len(files.where), total, len(expected), bytes_here, complaints)
 

@@ -23,40 +23,16 @@ from foveal.checkpoint.files import CheckpointFiles
 from foveal.config import AttentionConfig, LayerType
 
 _BLOCK = 128
-# fmt: off
-_SAME_NAME = (
-    "hidden_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
-    "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "rms_norm_eps",
-)
-# fmt: on
 
 
 def their_config(config: AttentionConfig, **others: Any) -> DeepseekV4Config:
     """transformers' config of the same attention.
 
     Args:
-        config: ours; only its compressed table may have YaRN.
+        config: ours.
         others: fields that attention does not need, or that shall differ.
     """
-    if config.rope.yarn is not None:
-        raise ValueError("config: expected a main table without YaRN, as transformers has it")
-    yarn = config.compress_rope.yarn
-    scaling = {"rope_type": "default"} if yarn is None else {"rope_type": "yarn", **dataclasses.asdict(yarn)}
-    fields = {
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [str(layer_type) for layer_type in config.layer_types],
-        "compress_rates": {str(t): config.compress_ratio(t) for t in (LayerType.CSA, LayerType.HCA)},
-        "rope_theta": config.rope.theta,
-        "compress_rope_theta": config.compress_rope.theta,
-        "rope_parameters": scaling,
-        "attn_implementation": "eager",
-        # Else transformers warns that the factor is not what this length implies.
-        "max_position_embeddings": 1 << 20
-        if yarn is None
-        else int(yarn.factor * yarn.original_max_position_embeddings),
-        **{name: getattr(config, name) for name in _SAME_NAME},
-    }
-    return DeepseekV4Config(**{**fields, **others})
+    return DeepseekV4Config.from_dict(config.to_hf_config() | others)
 
 
 class Peer:
@@ -64,7 +40,7 @@ class Peer:
 
     Args:
         config: of the model.
-        layer_type: of the layer.
+        layer: its index.
         state: its parameters, under the names and in the layouts of transformers' module.
 
     Attributes:
@@ -72,9 +48,10 @@ class Peer:
         config: its config.
     """
 
-    def __init__(self, config: AttentionConfig, layer_type: LayerType, state: Mapping[str, torch.Tensor]) -> None:
-        self.config = their_config(dataclasses.replace(config, layer_types=(layer_type,)))
-        self.module = modeling.DeepseekV4Attention(self.config, 0)
+    def __init__(self, config: DeepseekV4Config, layer: int, state: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        config._attn_implementation = "eager"
+        self.module = modeling.DeepseekV4Attention(config, layer)
         self.module.load_state_dict(dict(state), strict=True)
         self.rotary = modeling.DeepseekV4RotaryEmbedding(self.config)
 
@@ -123,6 +100,11 @@ class Peer:
                 parameter.data = parameter.data.to(dtype)
 
 
+def peer_of_params(config: AttentionConfig, layer_type: LayerType, params: Mapping[str, np.ndarray]) -> Peer:
+    """transformers' layer with parameters of ours, given by dotted name."""
+    return Peer(their_config(dataclasses.replace(config, layer_types=(layer_type,))), 0, peer_state(params))
+
+
 def peer_state(params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """Parameters of ours, by dotted name, as transformers' module takes them."""
     return {peer_name(name): torch.tensor(peer_layout(name, value)) for name, value in params.items()}
@@ -140,21 +122,23 @@ def peer_layout(name: str, value: np.ndarray) -> np.ndarray:
     return value.T.copy() if name.endswith(".kernel") else value
 
 
-def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, layer: int) -> Peer:
-    """transformers' layer with a checkpoint's weights, in float32.
+def peer_of_checkpoint(path: str | os.PathLike[str], layer: int, **others: Any) -> Peer:
+    """transformers' layer with a checkpoint's weights, in float32, from the config that stands beside them.
 
     Args:
         path: of the checkpoint.
-        config: of the model.
         layer: the layer's index.
+        others: fields of the config that shall differ.
     """
-    rules = [
-        rule for rule in get_checkpoint_conversion_mapping("deepseek_v4") or () if isinstance(rule, WeightRenaming)
-    ]
+    files = CheckpointFiles(path)
+    mapping = get_checkpoint_conversion_mapping("deepseek_v4") or ()
+    rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     raw: dict[str, torch.Tensor] = {}
-    for name, file in CheckpointFiles(path).where.items():
+    prefix = f"layers.{layer}.self_attn."
+    for name, file in files.where.items():
+        if f"layers.{layer}." not in name:  # the rules take their time, and there are 145,000 names in Pro
+            continue
         renamed = apply_renamings(name, rules).removeprefix("model.")
-        prefix = f"layers.{layer}.self_attn."
         if renamed.startswith(prefix):
             with safe_open(os.fspath(file), framework="pt") as opened:
                 raw[renamed.removeprefix(prefix)] = opened.get_tensor(name)
@@ -163,4 +147,4 @@ def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, la
     for name, weight in scales.items():
         blocks = raw[name].float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
         state[weight] = state[weight] * blocks[: state[weight].shape[0], : state[weight].shape[1]]
-    return Peer(config, config.layer_type(layer), state)
+    return Peer(DeepseekV4Config.from_pretrained(files.directory, **others), layer, state)

@@ -93,8 +93,17 @@ def test_fp8_is_what_torch_makes_of_it(scales, written, ragged):
     """Read by safetensors and torch, named by transformers' rules: nothing of ours but the files."""
     path = written(scales=scales, weights="fp8")
     for index, layer in load_attention(path, dtype="float32").items():
-        theirs = peers.peer_of_checkpoint(path, index).module.state_dict()
+        theirs = peers.peer_of_checkpoint(path, ragged, index).module.state_dict()
         ours = peers.peer_state({name: np.asarray(value) for name, value in get_params(layer).items()})
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_peer_is_the_same_after_it_ran_in_bfloat16(written, ragged):
+    peer, x = peers.peer_of_checkpoint(written(), ragged, 2), random_hidden(0, 1, 20, ragged.hidden_size)
+    first, _ = peer.with_choice(x, torch.float32)
+    rounded, _ = peer.with_choice(x, torch.bfloat16)
+    again, _ = peer.with_choice(x, torch.float32)
+    np.testing.assert_array_equal(again, first)
+    assert 1e-3 < np.abs(rounded - first).max() < 0.2

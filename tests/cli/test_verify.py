@@ -125,7 +125,7 @@ def test_an_indexer_that_is_wrong_in_bfloat16_alone_does_not_agree(checkpoint, c
 
     monkeypatch.setattr("foveal.checkpoint.load.load_layer", load)
     _, last = lines_of(capsys, checkpoint, "--layer", 1, code=1)
-    assert any("layer 1: bfloat16: the indexer selects the same entries" in line for line in last["complaints"])
+    assert any("layer 1: bfloat16: of the selected entries" in line for line in last["complaints"])
     assert not any("float32" in line for line in last["complaints"])
 
 
@@ -148,7 +148,9 @@ def test_a_file_of_zeros_does_not_agree(checkpoint, capsys, tmp_path):
     rewrite(checkpoint, tmp_path / "zero", {name: np.zeros_like(a) for name, a in tensors_of(checkpoint).items()})
     layers, last = lines_of(capsys, tmp_path / "zero", "--layer", 1, code=1)
     assert {"layer 1: q_a_proj.kernel is zero", "layer 1: compressor.kv_norm.scale is zero"} <= set(last["complaints"])
-    assert any("all that the indexer goes by is rounding" in line for line in last["complaints"])
+    assert any(
+        "for no query anything but rounding decides what the indexer selects" in line for line in last["complaints"]
+    )
     assert "sinks" not in layers[1]["statistics"]["zero"]  # that they may be
 
 
@@ -160,8 +162,7 @@ def test_what_transformers_does_not_take_is_said(checkpoint, capsys, monkeypatch
 
     monkeypatch.setattr(peer, "peer_of_checkpoint", refuse)
     _, last = lines_of(capsys, checkpoint, "--layer", 0, code=1)
-    complaint = "transformers does not take this layer: RuntimeError: of another kind"
-    assert last["complaints"] == [f"layer 0: {dtype}: {complaint}" for dtype in ("float32", "bfloat16")]
+    assert last["complaints"] == ["layer 0: transformers does not take it: RuntimeError: of another kind"]
 
 
 @pytest.mark.slow
@@ -172,15 +173,81 @@ def test_yarn_in_the_main_table(capsys, tmp_path):
     assert last["complaints"] == []
 
 
-def test_a_file_that_the_index_names_is_missed(checkpoint, capsys, tmp_path):
-    rewrite(checkpoint, tmp_path / "partial", tensors_of(checkpoint))
-    index = tmp_path / "partial" / "model.safetensors.index.json"
+def test_a_config_in_the_spelling_of_deepseeks_inference_code(capsys, tmp_path):
+    """transformers does not read it, and would take its own defaults instead."""
+    tiny = AttentionConfig.tiny()
+    write_random_checkpoint(tmp_path / "made", tiny, layers=[0])
+    names = {"hidden_size": "dim", "num_attention_heads": "n_heads", "qk_rope_head_dim": "rope_head_dim"}
+    names |= {"sliding_window": "window_size", "rms_norm_eps": "norm_eps"}
+    names |= {"num_layers": "n_layers", "csa_ratio": "compress_rate_csa", "hca_ratio": "compress_rate_hca"}
+    config = {name: getattr(tiny, field) for field, name in names.items()}
+    for field in (
+        "head_dim",
+        "q_lora_rank",
+        "o_groups",
+        "o_lora_rank",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+    ):
+        config[field] = getattr(tiny, field)
+    config |= {"compress_ratios": [0, 4, 8], "rope_theta": 10_000.0, "compress_rope_theta": 160_000.0}
+    config |= {"rope_factor": 16, "original_seq_len": 64, "beta_fast": 32, "beta_slow": 1}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    _, last = lines_of(capsys, tmp_path / "made", "--layer", 0)
+    assert last["complaints"] == []
+
+
+def test_equal_scores_are_no_disagreement(capsys, tmp_path):
+    """With one index head, half of the queries have nothing but zeros to choose from, and torch chooses as it likes."""
+    write_random_checkpoint(tmp_path / "ties", dataclasses.replace(AttentionConfig.tiny(), index_n_heads=1))
+    _, last = lines_of(capsys, tmp_path / "ties", "--layer", 1)
+    assert last["complaints"] == []
+
+
+def test_a_layer_that_cannot_be_loaded_is_a_complaint_and_the_others_are_looked_at(checkpoint, capsys, tmp_path):
+    arrays = tensors_of(checkpoint)
+    scale = arrays["layers.0.attn.wq_a.scale"].copy()
+    scale.view(np.uint8)[:] = 254  # 2^127
+    rewrite(checkpoint, tmp_path / "large", arrays | {"layers.0.attn.wq_a.scale": scale})
+    layers, last = lines_of(capsys, tmp_path / "large", "--layer", 0, 2, code=1)
+    (complaint,) = last["complaints"]
+    assert complaint.startswith("layer 0: ")
+    assert "layers.0.attn.wq_a.weight: has numbers too large for float32" in complaint
+    assert layers[0]["statistics"] is None
+    assert layers[2]["comparisons"]["float32"]["worst"] < 2e-5
+    assert main(["verify", str(tmp_path / "large"), "--layer", "0"]) == 1  # the tables are printed too
+
+
+@pytest.fixture
+def sliding(tmp_path):
+    """A checkpoint of one layer that is quickly run."""
+    config = dataclasses.replace(AttentionConfig.tiny(), layer_types=AttentionConfig.tiny().layer_types[:1])
+    write_random_checkpoint(tmp_path / "sliding", config)
+    return tmp_path / "sliding"
+
+
+def test_a_file_that_the_index_names_is_missed(sliding, capsys):
+    index = sliding / "model.safetensors.index.json"
     listed = json.loads(index.read_text())
     listed["weight_map"]["embed.weight"] = "gone.safetensors"
     index.write_text(json.dumps(listed))
-    found = whole_checkpoint(find_attention(tmp_path / "partial"), partial=False)
-    assert found.complaints == (f"{tmp_path}/partial/gone.safetensors: there is no such file",)
-    assert whole_checkpoint(find_attention(tmp_path / "partial"), partial=True).complaints == ()
+    layers, last = lines_of(capsys, sliding, code=1)
+    assert last["complaints"] == [f"{sliding}/gone.safetensors: there is no such file"]
+    assert layers[0]["comparisons"]["float32"]["worst"] < 2e-5
+    # Whoever asks for layers need not have the rest, nor have it whole.
+    assert lines_of(capsys, sliding, "--layer", 0)[1]["complaints"] == []
+    (sliding / "gone.safetensors").write_bytes(b"xx")
+    assert lines_of(capsys, sliding, "--layer", 0)[1]["complaints"] == []
+    _, last = lines_of(capsys, sliding, code=1)
+    assert "gone.safetensors: expected a safetensors file" in last["complaints"][0]
+
+
+def test_a_config_that_is_not_the_releases_does_not_agree(sliding, capsys, monkeypatch):
+    monkeypatch.setattr("foveal.cli.verify_files.config_complaints", lambda config: ("config: another\x1b[2Kone\n",))
+    assert main(["verify", str(sliding)]) == 1
+    # And nothing that a file says can steer the terminal or look like the last line.
+    assert capsys.readouterr().out.splitlines()[-1] == "config: another\\x1b[2Kone\\n"
 
 
 @pytest.mark.parametrize("model", ["deepseek_v4_flash", "deepseek_v4_pro"])
@@ -239,6 +306,13 @@ def test_mistakes_in_the_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_windows_too_long_to_be_run(capsys, tmp_path):
+    config = dataclasses.replace(AttentionConfig.tiny(), hca_ratio=10_000)
+    write_random_checkpoint(tmp_path / "long", config, layers=[0])
+    assert main(["verify", str(tmp_path / "long")]) == 2
+    assert "the config's layers have no entries before 20000 tokens" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_said(checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main(["verify", str(checkpoint)]) == 2
@@ -264,12 +338,22 @@ def whole(checkpoint, tmp_path_factory):
     return path
 
 
-def test_a_whole_model_has_all_its_tensors(whole):
-    found = whole_checkpoint(find_attention(whole), partial=False)
+@pytest.mark.parametrize("names", ["released", "with model.", "other scales"])
+def test_a_whole_model_has_all_its_tensors(names, whole, tmp_path):
+    path = whole
+    if names != "released":
+        path, arrays = tmp_path / "model", tensors_of(whole)
+        change = (lambda name: "model." + name) if names == "with model." else with_other_scale
+        rewrite(whole, path, {change(name): array for name, array in arrays.items()}, shard_bytes=50_000)
+    found = whole_checkpoint(find_attention(path), partial=False)
     assert found.complaints == ()
     assert found.tensors == found.expected_tensors
     assert found.bytes == found.expected_bytes
     assert found.files == found.files_here > 1
+
+
+def with_other_scale(name):
+    return name.removesuffix(".scale") + ".weight_scale_inv" if name.endswith(".scale") else name
 
 
 def test_what_differs_in_a_whole_model_is_named(whole, tmp_path):
@@ -291,9 +375,11 @@ def test_files_that_are_not_here_are_not_missed_where_they_are_not_needed(whole,
     rewrite(whole, path, arrays, shard_bytes=50_000)
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     needed = {file for name, file in index.items() if name.startswith("layers.1.attn.")}
-    for file in set(index.values()) - needed:
+    spoilt, *others = sorted(set(index.values()) - needed)
+    (path / spoilt).write_bytes(b"xx")
+    for file in others:
         (path / file).unlink()
     found = whole_checkpoint(find_attention(path, layers=[1]), partial=True)
     assert found.complaints == ()
-    assert found.files_here == len(needed) < found.files
+    assert found.files_here == len(needed) + 1 < found.files
     assert found.bytes == found.expected_bytes

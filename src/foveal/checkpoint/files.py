@@ -50,8 +50,8 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, path: os.PathLike[str] | str, problems: Iterable[str]) -> None:
-        self.path, self.problems = path, tuple(map(_printable, problems))
-        lines = [f"{_printable(str(path))}: {problem}" for problem in self.problems[:_SHOWN]]
+        self.path, self.problems = path, tuple(map(printable, problems))
+        lines = [f"{printable(str(path))}: {problem}" for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"and {len(self.problems) - _SHOWN} more")
         super().__init__("\n".join(lines))
@@ -307,6 +307,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _printable(text: str) -> str:
-    """With escapes for what would begin another line or steer a terminal."""
+def printable(text: str) -> str:
+    """The text with escapes for what would begin another line or steer a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

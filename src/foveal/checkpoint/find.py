@@ -54,9 +54,9 @@ class Source(NamedTuple):
     scale: StoredTensor | None
 
     @property
-    def size(self) -> int:
-        """In bytes, scales included."""
-        return self.weight.size + (0 if self.scale is None else self.scale.size)
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """The one, or both."""
+        return (self.weight,) if self.scale is None else (self.weight, self.scale)
 
     @property
     def dtype(self) -> np.dtype:

@@ -98,36 +98,43 @@ def from_maxtext(
         raise ValueError(f"config: expected an AttentionConfig, got {type(config).__name__}")
     kind = as_float("dtype", dtype)
     param_kind = kind if param_dtype is None else as_float("param_dtype", param_dtype)
-    decoder = _decoder(params)
+    made = {}
+    for index, values in _collected(_decoder(params), config).items():
+        graph, state = nnx.split(abstract_layer(config, index, kind, param_kind, precision))
+        leaves = {
+            path: leaf.replace(jnp.asarray(values[".".join(map(str, path))], leaf.dtype))
+            for path, leaf in nnx.to_flat_state(state)
+        }
+        made[index] = nnx.merge(graph, nnx.from_flat_state(leaves))
+    return made
+
+
+def _collected(decoder: Mapping[str, Any], config: AttentionConfig) -> dict[int, dict[str, Any]]:
+    """The arrays of every layer by the modules' dotted paths, in the modules' shapes.
+
+    Raises:
+        CheckpointError: listing all that is wrong.
+    """
     flat = dict(_leaves(decoder, _DECODER))
     left = {path for path in flat if "self_attention" in path}
     problems: list[str] = []
-    values: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any]] = {}
     places = _places(config, list(range(config.num_layers)), scan="scanned_blocks" in decoder)
     for index, place in places.items():
         shapes, layer_type = parameter_shapes(config, index), config.layer_type(index)
-        values[index] = {}
+        found[index] = {}
         for row in rows_of(layer_type):
             path = (*place.path, *maxtext_path(row, layer_type))
             left.discard(path)
             value, problem = _taken(flat.get(path), place, places, maxtext_shape(row, config, shapes[row.path]))
             if problem is None:
-                values[index][row.path] = value.reshape(shapes[row.path])
+                found[index][row.path] = value.reshape(shapes[row.path])
             else:
                 problems.append(f"{'-'.join(path)}: {problem}")
     problems += [f"{'-'.join(path)}: unexpected" for path in sorted(left)]
     if problems:
         raise CheckpointError("MaxText's parameters", dict.fromkeys(problems))
-    made = {}
-    for index, by_path in values.items():
-        abstract = abstract_layer(config, index, kind, param_kind, precision)
-        graph, state = nnx.split(abstract)
-        leaves = {
-            path: leaf.replace(jnp.asarray(by_path[".".join(map(str, path))], leaf.dtype))
-            for path, leaf in nnx.to_flat_state(state)
-        }
-        made[index] = nnx.merge(graph, nnx.from_flat_state(leaves))
-    return made
+    return found
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

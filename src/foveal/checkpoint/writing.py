@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -99,7 +100,7 @@ def _new_directory(path: Path) -> Iterator[Path]:
         try:
             os.replace(made, path)  # onto an empty directory too
         except OSError as error:
-            if path.exists():
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise ValueError(f"path: expected nothing there, but in the meantime there is {path}") from error
             raise
         _sync(path.parent)

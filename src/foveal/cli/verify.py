@@ -11,10 +11,13 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from foveal.checkpoint.files import CheckpointError, printable
 from foveal.cli.console import make_console, progress, short_name
 from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
@@ -28,8 +31,7 @@ if TYPE_CHECKING:
 
     from foveal.checkpoint.find import AttentionCheckpoint
     from foveal.cli.verify_files import Whole
-    from foveal.cli.verify_layer import Comparison, Outputs, Statistics
-    from foveal.nn import CompressedAttention
+    from foveal.cli.verify_layer import Comparison, Expected, Outputs, Statistics
 
 _MOST_TOKENS = 1 << 14
 _MORE_TOKENS = 64  # than the fewest with which every part of a layer is used
@@ -77,20 +79,24 @@ class LayerReport:
     Attributes:
         layer: its index.
         layer_type: which of the three it is.
-        statistics: of its weights.
+        failures: why it was not looked at any further.
+        statistics: of its weights; None if they could not be loaded.
         comparisons: by dtype.
     """
 
     layer: int
     layer_type: LayerType
-    statistics: Statistics
-    comparisons: dict[str, Comparison]
+    failures: tuple[str, ...] = ()
+    statistics: Statistics | None = None
+    comparisons: dict[str, Comparison] = dataclasses.field(default_factory=dict)
 
     @property
     def complaints(self) -> tuple[str, ...]:
         """All that is wrong with it."""
-        found = [f"{name} is not finite" for name in self.statistics.not_finite]
-        found += [f"{name} is zero" for name in self.statistics.zero]
+        found = list(self.failures)
+        if self.statistics is not None:
+            found += [f"{name} is not finite" for name in self.statistics.not_finite]
+            found += [f"{name} is zero" for name in self.statistics.zero]
         for dtype, comparison in self.comparisons.items():
             found += [f"{dtype}: {complaint}" for complaint in comparison.complaints]
         return tuple(f"layer {self.layer}: {complaint}" for complaint in found)
@@ -164,6 +170,8 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 def _end(console: Console, args: argparse.Namespace, complaints: list[str], **found: Any) -> int:
     """The last lines, and the exit code."""
+    # What names and exceptions say must not look like a line of this command's.
+    complaints = [printable(complaint) for complaint in complaints]
     if args.json:
         print(_json({**found, "complaints": complaints}))
     else:
@@ -184,7 +192,11 @@ def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
             raise CliError(f"--layer: expected 0 <= N < {config.num_layers}, the number of layers, got {layer}")
     if args.layer is not None and len(set(args.layer)) < len(args.layer):
         raise CliError(f"--layer: expected each layer once, got {' '.join(map(str, args.layer))}")
-    least = least_tokens(config)
+    least = least_tokens(config, args.layer)
+    if least > _MOST_TOKENS:
+        raise CliError(
+            f"the config's layers have no entries before {least} tokens, more than {_MOST_TOKENS} are not run"
+        )
     tokens = least + _MORE_TOKENS if args.tokens is None else args.tokens
     if not least <= tokens <= _MOST_TOKENS:
         raise CliError(f"--tokens: expected {least} to {_MOST_TOKENS}, so that each layer has entries, got {tokens}")
@@ -200,55 +212,65 @@ def _peer() -> tuple[Any, str]:
     return peer, f"transformers {importlib.metadata.version('transformers')}"
 
 
+class _PeerError(Exception):
+    """transformers does not take a layer; the message says why."""
+
+
 def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, tokens: int, seed: int) -> LayerReport:
     from foveal.checkpoint.load import load_layer
-    from foveal.cli.verify_layer import DTYPES, Comparison, compare, hidden_states, statistics, with_short_choice
+    from foveal.cli.verify_layer import DTYPES, by_reference, compare, hidden_states, statistics, with_short_choice
 
     found = dataclasses.replace(found, config=with_short_choice(found.config, tokens))
     hidden = hidden_states(found.config, tokens, seed)
-    module = load_layer(found, layer, dtype="float32", precision="highest")
-    figures, comparisons = statistics(found, layer, module), {}
-    kind = found.config.layer_type(layer)
+    report = LayerReport(layer, found.config.layer_type(layer))
     try:
-        expected = _expected(found, layer, module, peer)
-    except Exception as error:  # whatever transformers does with a config or weights that it does not take
-        complaint = f"transformers does not take this layer: {type(error).__name__}: {' '.join(str(error).split())}"
-        none = Comparison(math.nan, math.nan, None, (complaint,))
-        return LayerReport(layer, kind, figures, dict.fromkeys(DTYPES, none))
-    for dtype in DTYPES:
-        if dtype != "float32":
-            module = load_layer(found, layer, dtype=dtype, precision="highest")
-        comparisons[dtype] = compare(module, expected, hidden, dtype)
-    return LayerReport(layer, kind, figures, comparisons)
+        module = load_layer(found, layer, dtype="float32", precision="highest")
+        report = dataclasses.replace(report, statistics=statistics(found, layer, module))
+        expected = by_reference(module) if peer is None else _by_peer(found, layer, peer)
+        for dtype in DTYPES:
+            if dtype != "float32":
+                module = load_layer(found, layer, dtype=dtype, precision="highest")
+            report.comparisons[dtype] = compare(module, expected, hidden, dtype)
+    except (CheckpointError, _PeerError) as error:
+        return dataclasses.replace(report, failures=tuple(str(error).splitlines()))
+    return report
 
 
-def _expected(found: AttentionCheckpoint, layer: int, module: CompressedAttention, peer: Any) -> Outputs:
-    from foveal.cli.verify_layer import Expected, by_reference
-
-    if peer is None:
-        return by_reference(module)
+def _by_peer(found: AttentionCheckpoint, layer: int, peer: Any) -> Outputs:
     import torch
 
-    theirs = peer.peer_of_checkpoint(found.files.path, layer, index_topk=found.config.index_topk)
-    return lambda hidden, dtype: Expected(*theirs.with_choice(hidden, getattr(torch, dtype)), independent=True)
+    from foveal.cli.verify_layer import Expected
+
+    def asked(ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # whatever transformers and torch do with what they do not take
+            message = " ".join(str(error).split())
+            raise _PeerError(f"transformers does not take it: {type(error).__name__}: {message}") from error
+
+    theirs = asked(lambda: peer.peer_of_checkpoint(found.files.path, found.config, layer))
+
+    def outputs(hidden: np.ndarray, dtype: str) -> Expected:
+        return Expected(*asked(lambda: theirs.with_choice(hidden, getattr(torch, dtype))), independent=True)
+
+    return outputs
 
 
 def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, tokens: int) -> str:
     from foveal.cli.verify_layer import with_short_choice
 
     config, kinds = found.config, Counter(found.config.layer_types)
-    attention = [source for sources in found.layers.values() for source in sources]
-    tensors = sum(1 + (source.scale is not None) for source in attention)
-    size = sum(source.size for source in attention)
+    tensors = [tensor for sources in found.layers.values() for source in sources for tensor in source.tensors]
+    size = sum(tensor.size for tensor in tensors)
     chosen, entries = with_short_choice(config, tokens).index_topk, tokens // config.csa_ratio
     lines = [
         f"{title}: {found.dialect} names",
         f"layers: {', '.join(f'{count} {short_name(kind)}' for kind, count in kinds.items())}",
         f"sizes: {config.num_attention_heads} heads of {config.head_dim}, width {config.hidden_size}, window "
         f"{config.sliding_window}, {config.index_topk} entries selected",
-        f"attention of {len(found.layers)} layers: {tensors:,} tensors, {size:,} bytes",
+        f"attention of {len(found.layers)} layers: {len(tensors):,} tensors, {size:,} bytes",
         f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files here: {whole.files_here} of "
-        f"{whole.files}, {whole.bytes:,}" + _of(whole.expected_bytes) + " bytes",
+        f"{whole.files}, {whole.bytes:,} bytes" + _of(whole.expected_bytes),
         f"compared with {name}, on {tokens} random hidden states"
         + (f"; CSA layers select {chosen} of their {entries} entries" if LayerType.CSA in kinds else ""),
     ]
@@ -256,7 +278,14 @@ def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, to
 
 
 def _of(expected: int | None) -> str:
-    return "" if expected is None else f" of {expected:,} expected"
+    return " (expected: not known)" if expected is None else f" of {expected:,} expected"
+
+
+def _folding(table: Table) -> Table:
+    """In a narrow terminal, cells of more lines instead of fewer letters."""
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
 
 
 def _weights_table(reports: list[LayerReport]) -> Table:
@@ -265,6 +294,8 @@ def _weights_table(reports: list[LayerReport]) -> Table:
     table = Table("layer", "type", "tensors", "stored", "finite", "kernel rms", "norm rms", "sinks", title="weights")
     for report in reports:
         found = report.statistics
+        if found is None:
+            continue
         table.add_row(
             str(report.layer),
             short_name(report.layer_type),
@@ -273,7 +304,7 @@ def _weights_table(reports: list[LayerReport]) -> Table:
             "no" if found.not_finite else "yes",
             *(f"{low:.2g} to {high:.2g}" for low, high in (found.kernels, found.norms, found.sinks)),
         )
-    return table
+    return _folding(table)
 
 
 def _comparison_table(reports: list[LayerReport], name: str) -> Table:
@@ -290,7 +321,7 @@ def _comparison_table(reports: list[LayerReport], name: str) -> Table:
                 "" if found.same_entries is None else f"{found.same_entries:.1%}",
                 "no" if found.complaints else "yes",
             )
-    return table
+    return _folding(table)
 
 
 def _json(value: Any) -> str:

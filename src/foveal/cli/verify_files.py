@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 
-from foveal.checkpoint.files import CheckpointFiles, read_json
-from foveal.checkpoint.find import AttentionCheckpoint
-from foveal.checkpoint.names import Dialect
+from foveal.checkpoint.files import CheckpointError, read_json
+from foveal.checkpoint.find import CONFIG, AttentionCheckpoint
+from foveal.checkpoint.names import SCALE_SUFFIXES, Dialect
 from foveal.checkpoint.release import TensorSpec, released_tensors
 from foveal.config import AttentionConfig
 
@@ -22,9 +23,9 @@ class Whole:
         files: how many there are.
         files_here: how many of them are on this machine.
         tensors: how many there are.
-        bytes: of those whose files are here.
+        bytes: of those in files that were looked into.
         expected_tensors: how many there must be. None where that is not known: it is of models with DeepSeek's names.
-        expected_bytes: of those whose files are here; likewise.
+        expected_bytes: of those in files that were looked into; likewise.
         complaints: what differs.
     """
 
@@ -55,39 +56,53 @@ def whole_checkpoint(found: AttentionCheckpoint, *, partial: bool) -> Whole:
 
     Args:
         found: the checkpoint's attention.
-        partial: whether files that hold nothing of it need not be here.
-
-    Raises:
-        CheckpointError: a file is damaged.
+        partial: whether to look into no other files than those that hold it: the others need not be here, nor be whole.
     """
-    files = found.files
-    here = {file for file in files.files if file.exists()}
-    absent = [] if partial else [f"{file}: there is no such file" for file in files.files if file not in here]
-    held = {name: files.tensor(name) for name, file in files.where.items() if file in here}
-    total = sum(tensor.size for tensor in held.values())
+    files, held, problems = found.files, {}, []
+    needed = {tensor.file for sources in found.layers.values() for source in sources for tensor in source.tensors}
+    by_file = defaultdict(list)
+    for name, file in files.where.items():
+        by_file[file].append(name)
+    for file in sorted(needed if partial else by_file):
+        try:
+            held |= {name: files.tensor(name) for name in by_file[file]}
+        except CheckpointError as error:
+            problems += str(error).splitlines()
     expected = _expected(found)
-    if expected is None:
-        return Whole(len(files.files), len(here), len(files.where), total, None, None, tuple(absent))
-    present = {name: TensorSpec(tensor.dtype, tensor.shape) for name, tensor in held.items()}
-    complaints = (*absent, *_differences(files, expected, present))
-    bytes_here = sum(spec.size for name, spec in expected.items() if name in held)
-    return Whole(len(files.files), len(here), len(files.where), total, len(expected), bytes_here, complaints)
+    present = {_released_name(name): TensorSpec(tensor.dtype, tensor.shape) for name, tensor in held.items()}
+    bytes_here = None
+    if expected is not None:
+        bytes_here = sum(spec.size for name, spec in expected.items() if name in present)
+        problems += _differences({_released_name(name) for name in files.where}, expected, present)
+    return Whole(
+        files=len(by_file),
+        files_here=sum(file.exists() for file in by_file),
+        tensors=len(files.where),
+        bytes=sum(tensor.size for tensor in held.values()),
+        expected_tensors=None if expected is None else len(expected),
+        expected_bytes=bytes_here,
+        complaints=tuple(problems),
+    )
+
+
+def _released_name(name: str) -> str:
+    """With the endings and prefixes that are accepted besides those of the releases replaced by these."""
+    name = name.removeprefix("model.")
+    released, *others = SCALE_SUFFIXES
+    return next((name.removesuffix(other) + released for other in others if name.endswith(other)), name)
 
 
 def _expected(found: AttentionCheckpoint) -> dict[str, TensorSpec] | None:
-    if found.dialect is not Dialect.DEEPSEEK or not (found.files.directory / "config.json").exists():
+    if found.dialect is not Dialect.DEEPSEEK or not (found.files.directory / CONFIG).exists():
         return None
     scales = [source.scale.dtype for sources in found.layers.values() for source in sources if source.scale]
     if not scales:
         return None  # the releases are FP8
-    return released_tensors(read_json(found.files.directory / "config.json"), found.config, scales[0])
+    return released_tensors(read_json(found.files.directory / CONFIG), found.config, scales[0])
 
 
-def _differences(
-    files: CheckpointFiles, expected: Mapping[str, TensorSpec], present: Mapping[str, TensorSpec]
-) -> tuple[str, ...]:
-    missing = sorted(set(expected) - set(files.where))
-    unexpected = sorted(set(files.where) - set(expected))
+def _differences(names: set[str], expected: Mapping[str, TensorSpec], present: Mapping[str, TensorSpec]) -> list[str]:
+    missing, unexpected = sorted(set(expected) - names), sorted(names - set(expected))
     other = [name for name in sorted(set(present) & set(expected)) if present[name] != expected[name]]
     complaints = [_some("missing", missing), _some("unexpected", unexpected)]
     for name in other[:_SHOWN]:
@@ -95,7 +110,7 @@ def _differences(
         complaints.append(f"{name}: expected {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}")
     if len(other) > _SHOWN:
         complaints.append(f"{len(other) - _SHOWN} more tensors of another dtype or shape")
-    return tuple(complaint for complaint in complaints if complaint)
+    return [complaint for complaint in complaints if complaint]
 
 
 def _some(what: str, names: list[str]) -> str:

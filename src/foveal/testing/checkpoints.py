@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 import ml_dtypes
 import numpy as np
 
+from foveal.checkpoint.fp8 import BLOCK
 from foveal.checkpoint.names import Dialect, Row, Stored, full_name, rows_of, scale_name
 from foveal.checkpoint.save import as_dialect
 from foveal.checkpoint.writing import SHARD_BYTES, ToWrite, write_checkpoint
 from foveal.config import AttentionConfig
 from foveal.testing.generators import random_params
 
-_BLOCK = 128
 _LARGEST = 448.0  # in E4M3
 _PLAIN = {Stored.BF16: np.dtype(ml_dtypes.bfloat16), Stored.F32: np.dtype(np.float32)}
 
@@ -77,7 +77,7 @@ def expected_params(
         stored = _stored(row, value, weights, scales)
         rounded = stored[0].astype(np.float32)
         if len(stored) == 2:
-            scale = np.kron(stored[1].astype(np.float32), np.ones((_BLOCK, _BLOCK), np.float32))
+            scale = np.kron(stored[1].astype(np.float32), np.ones((BLOCK, BLOCK), np.float32))
             rounded = rounded * scale[: rounded.shape[0], : rounded.shape[1]]
         found[row.path] = row.to_module(rounded, value.shape)
     return found
@@ -93,10 +93,10 @@ def quantized(weight: np.ndarray, scales: str = "e8m0") -> tuple[np.ndarray, np.
     Returns:
         float8_e4m3fn [O, I], and scales [ceil(O / 128), ceil(I / 128)], float8_e8m0fnu or float32.
     """
-    blocks = [-(-size // _BLOCK) for size in weight.shape]
-    padded = np.zeros([n * _BLOCK for n in blocks], np.float32)
+    blocks = [-(-size // BLOCK) for size in weight.shape]
+    padded = np.zeros([n * BLOCK for n in blocks], np.float32)
     padded[: weight.shape[0], : weight.shape[1]] = weight
-    tiles = padded.reshape(blocks[0], _BLOCK, blocks[1], _BLOCK)
+    tiles = padded.reshape(blocks[0], BLOCK, blocks[1], BLOCK)
     scale = np.maximum(np.abs(tiles).max((1, 3)), np.float32(1e-12)) / np.float32(_LARGEST)
     if scales == "e8m0":
         scale = np.exp2(np.ceil(np.log2(scale)))

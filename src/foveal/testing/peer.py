@@ -6,6 +6,7 @@ names that transformers' own rules make of those in the files: nothing of foveal
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-from foveal.checkpoint.files import CheckpointFiles
+from foveal.checkpoint.files import CheckpointFiles, read_json
 from foveal.config import AttentionConfig, LayerType
 
 _BLOCK = 128
@@ -61,6 +62,9 @@ class Peer:
 
     def chunk(self, hidden: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
         """Outputs for hidden states [1, T, E] from position `start`, behind what transformers' cache holds."""
+        return self._run(self.module, hidden, start, cache)
+
+    def _run(self, module: torch.nn.Module, hidden: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
         window = self.config.sliding_window
         first_key = 0 if cache is None else max(start - window + 1, 0)
         positions = torch.arange(start, start + hidden.shape[1])[None]
@@ -68,7 +72,7 @@ class Peer:
         unseen = (distance < 0) | (distance >= window)
         mask = torch.zeros(distance.shape, dtype=hidden.dtype).masked_fill(unseen, float("-inf"))[None, None]
         tables = {label: self.rotary(hidden, positions, layer_type=label) for label in ("main", "compress")}
-        return self.module(hidden, tables, positions, mask, cache)[0]
+        return module(hidden, tables, positions, mask, cache)[0]
 
     def with_choice(self, hidden: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray | None]:
         """Outputs, and the entries that the indexer selects.
@@ -80,24 +84,23 @@ class Peer:
         Returns:
             float32 [1, S, E]; and int [1, S, K], -1 for none, or None where the layer has no indexer.
         """
-        self._cast(dtype)
+        module = self._in(dtype)
         chosen: list[torch.Tensor] = []
-        indexer = getattr(getattr(self.module, "compressor", None), "indexer", None)
-        hook = indexer and indexer.register_forward_hook(lambda module, args, out: chosen.append(out))
-        try:
-            with torch.no_grad():
-                out = self(torch.tensor(hidden).to(dtype))
-        finally:
-            if hook:
-                hook.remove()
-            self._cast(torch.float32)
+        indexer = getattr(getattr(module, "compressor", None), "indexer", None)
+        if indexer is not None:
+            indexer.register_forward_hook(lambda _, inputs, selected: chosen.append(selected))
+        with torch.no_grad():
+            out = self._run(module, torch.tensor(hidden).to(dtype), 0, None)
         return out.float().numpy(), chosen[0].numpy() if chosen else None
 
-    def _cast(self, dtype: torch.dtype) -> None:
+    def _in(self, dtype: torch.dtype) -> torch.nn.Module:
+        """A copy of the module in another dtype, as transformers would have loaded it."""
+        module = copy.deepcopy(self.module)
         kept = modeling.DeepseekV4PreTrainedModel._keep_in_fp32_modules_strict or []
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if not any(part in kept for part in name.split(".")):
                 parameter.data = parameter.data.to(dtype)
+        return module
 
 
 def peer_of_params(config: AttentionConfig, layer_type: LayerType, params: Mapping[str, np.ndarray]) -> Peer:
@@ -122,15 +125,21 @@ def peer_layout(name: str, value: np.ndarray) -> np.ndarray:
     return value.T.copy() if name.endswith(".kernel") else value
 
 
-def peer_of_checkpoint(path: str | os.PathLike[str], layer: int, **others: Any) -> Peer:
-    """transformers' layer with a checkpoint's weights, in float32, from the config that stands beside them.
+def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, layer: int) -> Peer:
+    """transformers' layer with a checkpoint's weights, in float32.
+
+    Its config is what transformers itself reads beside the weights; but of a `config.json` as DeepSeek's inference code
+    spells it, which transformers does not understand, it is made of ours.
 
     Args:
         path: of the checkpoint.
+        config: of the model. `index_topk` is taken from it in any case.
         layer: the layer's index.
-        others: fields of the config that shall differ.
     """
     files = CheckpointFiles(path)
+    theirs = their_config(config)
+    if "num_hidden_layers" in read_json(files.directory / "config.json"):
+        theirs = DeepseekV4Config.from_pretrained(files.directory, index_topk=config.index_topk)
     mapping = get_checkpoint_conversion_mapping("deepseek_v4") or ()
     rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     raw: dict[str, torch.Tensor] = {}
@@ -147,4 +156,4 @@ def peer_of_checkpoint(path: str | os.PathLike[str], layer: int, **others: Any) 
     for name, weight in scales.items():
         blocks = raw[name].float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
         state[weight] = state[weight] * blocks[: state[weight].shape[0], : state[weight].shape[1]]
-    return Peer(DeepseekV4Config.from_pretrained(files.directory, **others), layer, state)
+    return Peer(theirs, layer, state)

@@ -20,6 +20,7 @@ import numpy as np
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),

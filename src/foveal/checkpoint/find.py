@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from foveal.checkpoint import fp8
-from foveal.checkpoint.files import DTYPES, CheckpointError, CheckpointFiles, StoredTensor, read_json
+from foveal.checkpoint.files import CONFIG, DTYPES, CheckpointError, CheckpointFiles, StoredTensor, read_json
 from foveal.checkpoint.names import (
     AttentionName,
     Dialect,
@@ -31,8 +31,6 @@ from foveal.checkpoint.names import (
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import DTypeLike, Precision
-
-CONFIG = "config.json"
 
 _PLAIN = ("BF16", "F16", "F32")
 _SCALES = ("F8_E8M0", "F32")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foveal.checkpoint.files import INDEX, SINGLE, require_safetensors
+from foveal.checkpoint.files import CONFIG, INDEX, SINGLE, require_safetensors
 
 SHARD_BYTES = 5_000_000_000
 """How large a file may become by default."""
@@ -65,7 +65,7 @@ def write_checkpoint(
         placed = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.size for tensor in tensors)
         _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))})
-        _write_json(directory / "config.json", config)
+        _write_json(directory / CONFIG, config)
 
 
 def _shards(tensors: Sequence[ToWrite], most: int) -> list[list[ToWrite]]:

@@ -6,8 +6,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from foveal.checkpoint.files import CheckpointError, read_json
-from foveal.checkpoint.find import CONFIG, AttentionCheckpoint
+from foveal.checkpoint.files import CONFIG, CheckpointError, read_json
+from foveal.checkpoint.find import AttentionCheckpoint
 from foveal.checkpoint.names import SCALE_SUFFIXES, Dialect
 from foveal.checkpoint.release import TensorSpec, released_tensors
 from foveal.config import AttentionConfig

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-from foveal.checkpoint.files import CheckpointFiles, read_json
+from foveal.checkpoint.files import CONFIG, CheckpointFiles, read_json
 from foveal.config import AttentionConfig, LayerType
 
 _BLOCK = 128
@@ -138,7 +138,7 @@ def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, la
     """
     files = CheckpointFiles(path)
     theirs = their_config(config)
-    if "num_hidden_layers" in read_json(files.directory / "config.json"):
+    if "num_hidden_layers" in read_json(files.directory / CONFIG):
         theirs = DeepseekV4Config.from_pretrained(files.directory, index_topk=config.index_topk)
     mapping = get_checkpoint_conversion_mapping("deepseek_v4") or ()
     rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]

@@ -257,12 +257,12 @@ def _by_peer(found: AttentionCheckpoint, layer: int, peer: Any) -> Outputs:
 
 
 def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, tokens: int) -> str:
-    from foveal.cli.verify_layer import with_short_choice
+    from foveal.cli.verify_layer import entry_counts, with_short_choice
 
     config, kinds = found.config, Counter(found.config.layer_types)
     tensors = [tensor for sources in found.layers.values() for source in sources for tensor in source.tensors]
     size = sum(tensor.size for tensor in tensors)
-    chosen, entries = with_short_choice(config, tokens).index_topk, tokens // config.csa_ratio
+    chosen, entries = with_short_choice(config, tokens).index_topk, int(entry_counts(config, tokens).max())
     lines = [
         f"{title}: {found.dialect} names",
         f"layers: {', '.join(f'{count} {short_name(kind)}' for kind, count in kinds.items())}",

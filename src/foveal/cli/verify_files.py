@@ -75,8 +75,8 @@ def whole_checkpoint(found: AttentionCheckpoint, *, partial: bool) -> Whole:
         bytes_here = sum(spec.size for name, spec in expected.items() if name in present)
         problems += _differences({_released_name(name) for name in files.where}, expected, present)
     return Whole(
-        files=len(by_file),
-        files_here=sum(file.exists() for file in by_file),
+        files=len(files.files),
+        files_here=sum(file.exists() for file in files.files),
         tensors=len(files.where),
         bytes=sum(tensor.size for tensor in held.values()),
         expected_tensors=None if expected is None else len(expected),

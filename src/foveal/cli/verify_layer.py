@@ -133,9 +133,16 @@ def least_tokens(config: AttentionConfig, layers: Iterable[int] | None) -> int:
     return max(config.sliding_window + 1, *(2 * config.compress_ratio(kind) for kind in kinds))
 
 
+def entry_counts(config: AttentionConfig, tokens: int) -> np.ndarray:
+    """How many entries each query of a CSA layer sees, int [1, S]."""
+    documents = Documents.unpacked(1, tokens)
+    return np.asarray(Visibility(documents, config.sliding_window, config.csa_ratio).entry_counts)
+
+
 def with_short_choice(config: AttentionConfig, tokens: int) -> AttentionConfig:
     """The config with so few entries selected that there is a choice to make among those of `tokens`."""
-    return dataclasses.replace(config, index_topk=min(config.index_topk, max(1, tokens // config.csa_ratio // 4)))
+    quarter = max(1, int(entry_counts(config, tokens).max()) // 4)
+    return dataclasses.replace(config, index_topk=min(config.index_topk, quarter))
 
 
 def by_reference(module: CompressedAttention) -> Outputs:
@@ -211,9 +218,7 @@ class _Choices(NamedTuple):
 def _compare_choices(module: CompressedAttention, hidden: np.ndarray, theirs: np.ndarray) -> _Choices:
     ours, lead = _choice(module, hidden)
     assert ours is not None
-    config = module.config
-    visibility = Visibility(Documents.unpacked(*hidden.shape[:2]), config.sliding_window, config.csa_ratio)
-    choosing = np.asarray(visibility.entry_counts) > config.index_topk
+    choosing = entry_counts(module.config, hidden.shape[1]) > module.config.index_topk
     pairs = [({*one[one >= 0]}, {*other[other >= 0]}) for one, other in zip(ours[0], theirs[0], strict=True)]
     decided = lead > UNDECIDED
     counted = (choosing & decided)[0]

@@ -5,12 +5,15 @@ Exit codes: 0 all is well, 1 a check failed, 2 a mistake in the arguments or the
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import foveal
 from foveal.cli import cache, demo, verify
@@ -44,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        return args.run(args)
+        with _interrupts_kept():
+            return args.run(args)
     except CliError as error:
         print(f"foveal {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -54,6 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read the output has left. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Raises a KeyboardInterrupt again that Python drops.
+
+    It does so with one that arrives in a destructor, or in a callback of the garbage collector, of which JAX has one:
+    the command would go on, and say that an exception was ignored.
+    """
+    previous, timers = sys.unraisablehook, []
+
+    def hook(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            previous(unraisable)
+            return
+        # Not at once: that would be in the hook, and be dropped as well.
+        timers.append(threading.Timer(0.05, _thread.interrupt_main))
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        for timer in timers:
+            timer.cancel()
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ from foveal.checkpoint.find import parameter_shapes
 from foveal.checkpoint.names import (
     ROWS,
     attention_names,
-    compressor_in_maxtext,
     dialect_of,
     full_name,
     maxtext_path,
@@ -50,10 +49,6 @@ def test_what_is_not_attention_of_a_layer():
     others = ["mtp.0.attn.wq_a.weight", "layers.0.attn_norm.weight", "layers.0.hc_attn_fn", "layers.00.attn.wkv.weight"]
     others += ["embed.weight", "layers.0.ffn.gate.weight", "xlayers.0.attn.wkv.weight", "layers.-1.attn.wkv.weight"]
     assert attention_names(others) == []
-
-
-def test_the_compressor_of_maxtext():
-    assert compressor_in_maxtext(LayerType.CSA) != compressor_in_maxtext(LayerType.HCA)
 
 
 # ------------------------------------------------------------------------------------------- beside transformers itself

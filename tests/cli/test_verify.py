@@ -297,7 +297,7 @@ def test_every_wrong_tensor_is_named(checkpoint, capsys, tmp_path):
         (["--random", "--layer", "3"], "--layer: expected 0 <= N < 3, the number of layers, got 3"),
         (["--random", "--layer", "1", "1"], "--layer: expected each layer once, got 1 1"),
         (["--random", "--tokens", "0"], "--tokens"),
-        (["--random", "--tokens", "15"], "--tokens: expected 16 to 16384, so that each layer has entries, got 15"),
+        (["--random", "--tokens", "15"], "--tokens: expected 16 to 4096, so that each layer has entries, got 15"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -295,13 +295,10 @@ def _parse_json(text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        counts: dict[str, int] = defaultdict(int)
-        for key, _ in pairs:
-            counts[key] += 1
-        raise ValueError(f"the key {next(key for key, n in counts.items() if n > 1)!r} twice")
-    return made
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key!r} twice")
+    return dict(pairs)
 
 
 def _one_line(error: Exception) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -215,12 +214,14 @@ def attention_names(names: Iterable[str]) -> list[AttentionName]:
 
 
 def dialect_of(names: Sequence[AttentionName]) -> Dialect:
-    """The dialect that most of these names are in."""
-    modules = Counter(name.module for name in names)
-    if modules["self_attn"] > modules["attn"]:
-        return Dialect.TRANSFORMERS
-    saved = sum(1 if name.suffix == "norm.weight" else -1 for name in names if name.suffix.startswith(("norm", "kv_n")))
-    return Dialect.TRANSFORMERS_SAVED if saved > 0 else Dialect.DEEPSEEK
+    """The dialect that most of these names are in; the first of those that fit equally well."""
+
+    def fit(dialect: Dialect) -> tuple[int, int]:
+        known = {row.suffix(dialect) for row in ROWS}
+        suffixes = [name.suffix for name in names if name.module == module_of(dialect)]
+        return len(suffixes), sum(suffix in known for suffix in suffixes)
+
+    return max(Dialect, key=fit)
 
 
 def module_of(dialect: Dialect) -> str:
@@ -228,14 +229,10 @@ def module_of(dialect: Dialect) -> str:
     return _PREFIXES[dialect].split(".")[-2]
 
 
-def compressor_in_maxtext(layer_type: LayerType) -> str:
-    """What MaxText calls the compressor of a layer of this type."""
-    return "csa_compressor" if layer_type is LayerType.CSA else "hca_compressor"
-
-
 def maxtext_path(row: Row, layer_type: LayerType) -> tuple[str, ...]:
     """Below `self_attention` in MaxText's parameters."""
-    return tuple(row.maxtext.format(c=compressor_in_maxtext(layer_type)).split("-"))
+    compressor = "csa_compressor" if layer_type is LayerType.CSA else "hca_compressor"
+    return tuple(row.maxtext.format(c=compressor).split("-"))
 
 
 def maxtext_shape(row: Row, config: AttentionConfig, shape: Sequence[int]) -> tuple[int, ...]:

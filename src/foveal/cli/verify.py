@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from foveal.cli.verify_files import Whole
     from foveal.cli.verify_layer import Comparison, Expected, Outputs, Statistics
 
-_MOST_TOKENS = 1 << 14
+_MOST_TOKENS = 1 << 12  # both sides keep scores of all queries and keys
 _MORE_TOKENS = 64  # than the fewest with which every part of a layer is used
 
 _DESCRIPTION = """\
@@ -197,7 +197,7 @@ def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
         raise CliError(
             f"the config's layers have no entries before {least} tokens, more than {_MOST_TOKENS} are not run"
         )
-    tokens = least + _MORE_TOKENS if args.tokens is None else args.tokens
+    tokens = min(least + _MORE_TOKENS, _MOST_TOKENS) if args.tokens is None else args.tokens
     if not least <= tokens <= _MOST_TOKENS:
         raise CliError(f"--tokens: expected {least} to {_MOST_TOKENS}, so that each layer has entries, got {tokens}")
     return tokens

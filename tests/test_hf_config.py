@@ -139,10 +139,7 @@ def test_a_missing_file_says_so(tmp_path: pathlib.Path) -> None:
         AttentionConfig.from_hf_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"{'hidden_size': 1}", b"", b"[1]", b"null", b"\xff\xfe\xff", pytest.param(b'{"a":' * 100_000, id="nested")],
-)
+@pytest.mark.parametrize("content", [b"{'dim': 1}", b"", b"[1]", b"null", b"\xff\xfe\xff", b"[" * 10**5], ids=range(6))
 def test_a_file_that_holds_no_object_is_named(tmp_path: pathlib.Path, content: bytes) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(content)

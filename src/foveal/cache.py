@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import WindowLayout, window_halo
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype, narrowed
 
 
@@ -135,6 +136,7 @@ class AttentionCache:
             for name, part in parts.items()
         }
 
+    @any_mesh(keep="self")
     def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> AttentionCache:
         """Rows made empty, for new sequences: all, or those where `rows`, bool [B], is True.
 
@@ -151,6 +153,7 @@ class AttentionCache:
             keep = jnp.where(jnp.asarray(rows), 0, 1).astype(jnp.int32)
         return dataclasses.replace(self, lengths=self.lengths * keep, undoable=self.undoable * keep)
 
+    @any_mesh(keep="self")
     def reorder(self, order: Int[Array, " N"] | np.ndarray) -> AttentionCache:
         """The rows `order`, integers [N], in that order: left out, repeated (beam search) or moved.
 
@@ -167,6 +170,7 @@ class AttentionCache:
         index = narrowed(order, 0, max(self.batch - 1, 0))
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), self)
 
+    @any_mesh(keep="self")
     def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> AttentionCache:
         """The cache before its last `count` tokens: as if they had never been, exactly.
 
@@ -196,6 +200,7 @@ class AttentionCache:
         count = jnp.minimum(narrowed(values, 0, self.max_rollback), self.undoable)
         return dataclasses.replace(self, lengths=self.lengths - count, undoable=self.undoable - count)
 
+    @any_mesh(like="self", dims=1)
     def recent_keys(self, count: int) -> Float[Array, "B T D"]:
         """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer.
 

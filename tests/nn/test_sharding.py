@@ -24,9 +24,10 @@ AXES = {"embed", "q_lora", "heads", "kv", "window", "norm", "index_heads", "o_gr
 RULES = dict.fromkeys(AXES) | dict.fromkeys(["heads", "o_groups", "index_heads"], "tensor")
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.fixture(scope="module", params=["Explicit", "Auto"])
+def mesh(request):
+    """Explicit axes are what `jax.make_mesh` makes unless told otherwise."""
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType[request.param],) * 2)
 
 
 def collectives(hlo: str, kind: str) -> list[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int, Int32
 
 
@@ -50,6 +51,7 @@ class Documents:
         return cls(jnp.zeros((batch, length), jnp.int32), alignment=0, padded=False)
 
     @classmethod
+    @any_mesh(like="segment_ids")
     def from_segment_ids(cls, segment_ids: Int[Array, "B S"] | np.ndarray, *, alignment: int = 1) -> Documents:
         """Documents are the maximal runs of one nonzero id; id 0 is padding, wherever it stands.
 
@@ -72,6 +74,7 @@ class Documents:
         return cls(jnp.where(ids == 0, row + 1, begun), alignment=alignment)
 
     @classmethod
+    @any_mesh(like="cu_seqlens", dims=1)
     def from_cu_seqlens(
         cls, cu_seqlens: Int[Array, "*B N"] | np.ndarray, length: int, *, alignment: int = 1
     ) -> Documents:
@@ -105,6 +108,7 @@ class Documents:
         return cls(jnp.where(inside, begun, rows[None] + 1), alignment=alignment)
 
     @classmethod
+    @any_mesh(like="lengths", dims=1)
     def from_lengths(
         cls, lengths: Int[Array, "*B N"] | np.ndarray, length: int, *, alignment: int | None = None
     ) -> Documents:
@@ -135,6 +139,7 @@ class Documents:
         return cls.from_cu_seqlens(ends, length, alignment=alignment)
 
     @classmethod
+    @any_mesh(like="lengths", dims=1)
     def continuing(cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int) -> Documents:
         """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
 

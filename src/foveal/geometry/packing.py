@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.geometry.documents import Documents, as_integers
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Int, Int32, Shaped
 
 
@@ -94,6 +95,7 @@ class PaddedRows(NamedTuple):
     lengths: Int32[Array, " N"]
 
 
+@any_mesh()
 def unpack(
     x: Shaped[Array, "S *F"] | np.ndarray,
     cu_seqlens: Int[Array, " M"] | np.ndarray,
@@ -136,6 +138,7 @@ def unpack(
     return _rows_from(jnp.asarray(x), ends[:-1], jnp.clip(ends[1:] - ends[:-1], 0, int(max_length)), int(max_length))
 
 
+@any_mesh(like="x")
 def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray) -> PaddedRows:
     """Left-padded rows with their padding moved to the right, where `CompressedAttention.prefill` wants it.
 

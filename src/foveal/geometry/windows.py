@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from foveal.geometry.documents import Documents
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int32, Shaped
 
 
@@ -42,6 +43,7 @@ class WindowLayout:
     complete: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @any_mesh(like="documents", dims=1)
     def of(cls, documents: Documents, ratio: int) -> WindowLayout:
         """The windows of `ratio` tokens of `documents`; C = S // ratio slots, none for a row shorter than a window.
 
@@ -74,6 +76,7 @@ class WindowLayout:
         )
 
     @classmethod
+    @any_mesh(like="lengths", dims=1)
     def continuing(
         cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int, ratio: int, *, history: int
     ) -> WindowLayout:
@@ -125,6 +128,7 @@ class WindowLayout:
         """bool [B, C]: the window is valid and not its document's first, so the m rows before it are a window too."""
         return self.valid & (self.positions > 0)
 
+    @any_mesh(like="rows", dims=1)
     def at_start(self, rows: Shaped[Array, "B S F"]) -> Shaped[Array, "B C F"]:
         """The row that each slot's window starts at, [B, S, F] -> [B, C, F]; any row where a slot has no window."""
         if self.contiguous:
@@ -132,6 +136,7 @@ class WindowLayout:
         index = jnp.clip(self.start, 0, max(rows.shape[1] - 1, 0))
         return jnp.take_along_axis(rows, index[:, :, None], axis=1)
 
+    @any_mesh(like="rows", dims=1)
     def gather(self, rows: Shaped[Array, "B S F"], *, shift: int = 0) -> Shaped[Array, "B C m F"]:
         """The rows of each slot's window, [B, S, F] -> [B, C, m, F].
 

@@ -14,6 +14,7 @@ from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout
+from foveal.meshes import any_mesh
 from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor, compressor_of
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
@@ -141,6 +142,7 @@ class CompressedAttention(nnx.Module):
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B S E"], IndexerLoss]: ...
 
+    @any_mesh(like="x")
     def __call__(
         self,
         x: Float[Array, "B S E"],
@@ -191,6 +193,7 @@ class CompressedAttention(nnx.Module):
             precision=self.precision,
         )
 
+    @any_mesh()
     def indexer_recall(
         self,
         x: Float[Array, "B S E"],
@@ -274,6 +277,7 @@ class CompressedAttention(nnx.Module):
             dtype=self.dtype,
         )
 
+    @any_mesh(like="x", keep="cache")
     def prefill(
         self,
         cache: AttentionCache,
@@ -304,6 +308,7 @@ class CompressedAttention(nnx.Module):
         """
         return append_tokens(self, cache, x, lengths, implementation)
 
+    @any_mesh(like="x", keep="cache")
     def decode(
         self,
         cache: AttentionCache,

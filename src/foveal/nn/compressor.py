@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax import nnx
 
 from foveal.geometry import WindowLayout
+from foveal.meshes import any_mesh
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
 from foveal.ops.pooling import pool_windows
 from foveal.ops.rope import RopeTable, apply_rope
@@ -47,6 +48,7 @@ class Compressor(nnx.Module):
         self.position_bias = zeros_parameter((ratio, width), "window", "kv")
         self.kv_norm = rms_norm(head_dim, epsilon=epsilon, numerics=numerics, rngs=rngs)
 
+    @any_mesh(like="x", dims=1)
     def __call__(self, x: Float[Array, "B S E"], layout: WindowLayout, table: RopeTable) -> Float[Array, "B C D"]:
         """Entries of hidden states.
 
@@ -60,6 +62,7 @@ class Compressor(nnx.Module):
         """
         return self.pool(*self.project(x), layout, table)
 
+    @any_mesh(like="x", dims=2)
     def project(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
         """What each token gives to its windows, before they are complete: values and gates, float32 [B, S, F].
 
@@ -67,6 +70,7 @@ class Compressor(nnx.Module):
         """
         return self.kv_proj(x), self.gate_proj(x)
 
+    @any_mesh(like="kv", dims=1)
     def pool(
         self, kv: Float[Array, "B S F"], gate: Float[Array, "B S F"], layout: WindowLayout, table: RopeTable
     ) -> Float[Array, "B C D"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from foveal.meshes import any_mesh
 from foveal.nn.parameters import Numerics, logical_axes
 from foveal.ops.output_projection import grouped_projection
 from foveal.typing import Array, Float
@@ -29,6 +30,7 @@ class GroupedLinear(nnx.Module):
         )
         self.dtype, self.precision = numerics.dtype, numerics.precision
 
+    @any_mesh(like="x", dims=3)
     def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S M"]:
         """[B, S, H, D] -> [B, S, G * L]."""
         return grouped_projection(x.astype(self.dtype), self.kernel[...], precision=self.precision)

@@ -6,6 +6,7 @@ from flax import nnx
 
 from foveal.config import AttentionConfig, LayerType
 from foveal.geometry import Visibility
+from foveal.meshes import any_mesh
 from foveal.nn.compressor import Compressor
 from foveal.nn.parameters import Numerics, linear
 from foveal.ops.indexing import select_entries
@@ -56,6 +57,7 @@ class LightningIndexer(Compressor):
         )
         self.scorer = IndexerScorer(config, numerics=numerics, rngs=rngs)
 
+    @any_mesh(like="x", dims=2)
     def queries(
         self, x: Float[Array, "B S E"], q_residual: Float[Array, "B S L"], table: RopeTable
     ) -> tuple[Float[Array, "B S I J"], Float32[Array, "B S I"]]:
@@ -72,6 +74,7 @@ class LightningIndexer(Compressor):
         q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
         return apply_rope(q, table), self.scorer(x)
 
+    @any_mesh(like="q", dims=2)
     def select(
         self,
         q: Float[Array, "B S I J"],

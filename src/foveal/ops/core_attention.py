@@ -13,6 +13,7 @@ from foveal.backends import registry
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.geometry import Visibility
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Float, Int, Int32, Precision, narrowed
 
 
@@ -48,6 +49,7 @@ def core_attention(
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]: ...
 
 
+@any_mesh(like="q")
 def core_attention(
     q: Float[Array, "B S H D"],
     kv: Float[Array, "B N D"],

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from foveal.backends.program import varying
 from foveal.geometry import Visibility
+from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher, log_denominator
 from foveal.typing import Array, Float, Float32, Int, Precision
 
@@ -36,6 +37,7 @@ class IndexerLoss:
         return self.total / jnp.maximum(self.count, 1.0)
 
 
+@any_mesh()
 def indexer_loss(
     index_q: Float[Array, "B S I J"],
     index_weights: Float[Array, "B S I"],

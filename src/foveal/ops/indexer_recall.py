@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from foveal.backends.program import varying
 from foveal.backends.request import membership
 from foveal.geometry import Visibility
+from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import heads_logits, log_denominator
 from foveal.ops.indexing import best_of, rank
 from foveal.typing import Array, Float, Float32, Int, Precision
@@ -40,6 +41,7 @@ class IndexerRecall:
         return jnp.where(self.count == 0.0, 1.0, self.found / jnp.maximum(self.count, 1.0))
 
 
+@any_mesh()
 def indexer_recall(
     indices: Int[Array, "B S K"],
     *,

@@ -11,6 +11,7 @@ import numpy as np
 
 from foveal.backends.program import platform, varying
 from foveal.geometry import TileRanges, Visibility
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Int32, Precision
 
 _LANES = 128
@@ -19,6 +20,7 @@ _LARGEST = 1e37
 """A bound of a score below which no step of it can overflow float32."""
 
 
+@any_mesh(like="q", dims=2)
 def select_entries(
     q: Float[Array, "B S I J"],
     weights: Float[Array, "B S I"],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Precision
 
 
+@any_mesh(like="x", dims=3)
 def grouped_projection(
     x: Float[Array, "B S H D"], kernel: Float[Array, "G N L"], *, precision: Precision = None
 ) -> Float[Array, "B S M"]:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from foveal.geometry import WindowLayout
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Float32
 
 
+@any_mesh(like="kv", dims=1)
 def pool_windows(
     kv: Float[Array, "B S F"],
     gate: Float[Array, "B S F"],

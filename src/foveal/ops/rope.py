@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.config import RopeConfig, YarnConfig
+from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Float32, Int
 
 
@@ -55,6 +56,7 @@ def _yarn(frequency: np.ndarray, theta: float, rope_dim: int, yarn: YarnConfig) 
     return frequency / np.float32(yarn.factor) * (np.float32(1) - keep) + frequency * keep
 
 
+@any_mesh(like="positions")
 def rope_table(positions: Int[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
     """Cosines and sines for integer `positions` [B, T]: float32 [B, T, rope_dim / 2] each.
 
@@ -65,6 +67,7 @@ def rope_table(positions: Int[Array, "B T"], rope: RopeConfig, rope_dim: int) ->
     return RopeTable(jnp.cos(angle), jnp.sin(angle))
 
 
+@any_mesh(like="x")
 def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bool = False) -> Float[Array, "..."]:
     """Rotates the trailing R dims of `x` by the table's angles, or back by them; the leading D - R pass through.
 

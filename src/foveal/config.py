@@ -312,8 +312,9 @@ class AttentionConfig:
             The config, with `num_hidden_layers` layers.
 
         Raises:
-            ValueError: not a DeepSeek-V4 config, a key missing, contradictory or out of range; the message names it.
-            FileNotFoundError: there is no such file.
+            ValueError: not a DeepSeek-V4 config, a key missing, contradictory, out of range or stated twice; the
+                message names it.
+            FileNotFoundError: there is no such file; models are not downloaded.
         """
         from foveal.hf_config import read_hf_config  # imports this module
 

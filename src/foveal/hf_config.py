@@ -9,7 +9,6 @@ YaRN, another rotary base, other layer types), and a wrong one changes every out
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
+from foveal.local_files import not_here, parse_json
 
 _Found = dict[str, Any]
 
@@ -86,8 +86,9 @@ def read_hf_config(
         The config, an instance of `config_type`.
 
     Raises:
-        ValueError: not a DeepSeek-V4 config, a key missing, contradictory or out of range; the message names it.
-        FileNotFoundError: there is no such file.
+        ValueError: not a DeepSeek-V4 config, a key missing, contradictory, out of range or stated twice; the message
+            names it.
+        FileNotFoundError: there is no such file; models are not downloaded.
     """
     config, name = _load(source)
     with _naming(name):
@@ -157,15 +158,14 @@ def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    if path.exists() and not path.is_file():  # of a pipe reading would not end
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: {not_here(path)}")
+    if not path.is_file():  # of a pipe reading would not end
         raise ValueError(f"{path}: expected a JSON file, got something else")
     try:
-        config = json.loads(path.read_bytes())
+        return parse_json(path.read_bytes()), str(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON file, got {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object at the top level, got {type(config).__name__}")
-    return config, str(path)
 
 
 def _check_fixed(config: Mapping[str, Any]) -> None:

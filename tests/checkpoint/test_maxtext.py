@@ -140,8 +140,10 @@ def test_all_that_is_wrong_is_named(layers):
         (lambda leaf: leaf.astype(jnp.float8_e4m3fn), "float8_e4m3fn"),
         (lambda leaf: np.asarray(leaf).tolist(), "list"),
         (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "ShapeDtypeStruct"),
+        (lambda leaf: ..., "ellipsis"),
+        (lambda leaf: np.array(None), "object"),
     ],
-    ids=["int8", "complex64", "FP8 without scales", "lists", "shapes"],
+    ids=["int8", "complex64", "FP8 without scales", "lists", "shapes", "Orbax's placeholder", "objects"],
 )
 def test_leaves_that_are_no_arrays_of_floats(make, got, layers):
     one = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:1])
@@ -149,6 +151,15 @@ def test_leaves_that_are_no_arrays_of_floats(make, got, layers):
         from_maxtext(jax.tree.map(make, to_maxtext({0: layers[0]})), one)
     assert len(caught.value.problems) == 8
     assert all(problem.endswith(f": expected an array of floats, got {got}") for problem in caught.value.problems)
+
+
+def test_a_leaf_that_is_none_is_missing_and_leaves_nothing_at_its_initial_value(layers):
+    one = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:1])
+    for scan in (False, True):
+        tree = to_maxtext(layers if scan else {0: layers[0]}, scan=scan)
+        with pytest.raises(CheckpointError) as caught:
+            from_maxtext(jax.tree.map(lambda leaf: None, tree), CONFIG if scan else one)
+        assert set(caught.value.problems) == {f"{name}: missing" for name in flat(tree)}
 
 
 def test_trees_as_flax_holds_them(layers):

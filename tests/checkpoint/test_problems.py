@@ -140,6 +140,30 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
         {WQ_A + ".weight_scale_inv": zeros("F32", 1, 1)},
         [WQ_A + ".weight_scale_inv: unexpected"],
     ),
+    "scale under a name that nobody gives": (
+        {WQ_A + ".scale": None, WQ_A + ".weight_scale": zeros("F32", 1, 1)},
+        [WQ_A + ".scale: missing", WQ_A + ".weight_scale: unexpected"],
+    ),
+    "scale of bytes": (
+        {WQ_A + ".scale": zeros("U8", 1, 1)},
+        [WQ_A + ".scale: expected F8_E8M0 or F32, got U8"],
+    ),
+    "scale of the inputs": (
+        {WQ_A + ".input_scale": zeros("F32", 1)},
+        [WQ_A + ".input_scale: unexpected"],
+    ),
+    "kernel of bytes": (
+        {WQ_A + ".weight": zeros("U8", 32, 64)},
+        [WQ_A + ".weight: expected BF16, F16, F32 or F8_E4M3, got U8"],
+    ),
+    "kernel in the other FP8, with scales": (
+        {WQ_A + ".weight": zeros("F8_E5M2", 32, 64)},
+        [WQ_A + ".weight: expected BF16, F16, F32 or F8_E4M3, got F8_E5M2"],
+    ),
+    "kernel in FP4": (
+        {WQ_A + ".weight": Held("F4", (32, 64), bytes(1024))},
+        [WQ_A + ".weight: expected BF16, F16, F32 or F8_E4M3, got F4"],
+    ),
     "scale of a norm": ({L0 + "q_norm.scale": zeros("F32", 1, 1)}, [L0 + "q_norm.scale: unexpected"]),
     "layer beyond the config": (
         {"layers.3.attn.wq_a.weight": zeros("BF16", 32, 64)},

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from foveal import AttentionConfig, CompressedAttention, Dialect, LayerType, load_attention, save_attention
 from foveal.checkpoint import writing
 from foveal.checkpoint.files import CheckpointFiles
+from foveal.testing.checkpoints import write_random_checkpoint
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import get_params, set_params
 from tests.checkpoint.rewriting import assert_same
@@ -41,6 +42,21 @@ def test_what_was_saved_is_loaded_to_the_bit(dialect, dtype, ragged, tmp_path):
         for name in want:
             assert got[name].dtype == want[name].dtype
             np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8))
+
+
+@pytest.mark.parametrize(("scales", "stored"), [("e8m0", "BF16"), ("float32", "F32")])
+def test_what_was_fp8_is_saved_as_it_was_loaded_and_is_not_quantised_again(scales, stored, ragged, tmp_path):
+    write_random_checkpoint(tmp_path / "fp8", ragged, scales=scales)
+    config = tmp_path / "fp8" / "config.json"
+    released = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | released))
+    layers = load_attention(tmp_path / "fp8")
+    save_attention(tmp_path / "saved", layers)
+    files = CheckpointFiles(tmp_path / "saved")
+    assert {files.tensor(name).dtype for name in files.where} == {stored, "F32"}
+    assert not any(name.endswith("scale") for name in files.where)
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert_same(load_attention(tmp_path / "saved"), layers)
 
 
 def test_each_layer_keeps_its_dtypes(ragged, tmp_path):

@@ -227,6 +227,21 @@ def sliding(tmp_path):
     return tmp_path / "sliding"
 
 
+def test_numbers_of_fp8_that_are_none_or_that_a_dtype_does_not_hold_are_named(sliding, capsys, tmp_path):
+    arrays, name = tensors_of(sliding), "layers.0.attn.wkv"
+    for array, byte in ((arrays[name + ".weight"], 0x01), (arrays[name + ".scale"], 2)):
+        array.view(np.uint8)[:] = byte
+    rewrite(sliding, tmp_path / "small", arrays)
+    layers, last = lines_of(capsys, tmp_path / "small", code=1)
+    small = f"{name}.weight: has numbers too small for bfloat16: 4.59177e-41 at [0, 0]"
+    assert f"layer 0: {tmp_path}/small: {small}" in last["complaints"]
+    assert layers[0]["statistics"]["zero"] == []  # in float32, which XLA computes with as if they were
+    arrays[name + ".scale"].view(np.uint8)[:] = 255
+    rewrite(sliding, tmp_path / "none", arrays)
+    _, last = lines_of(capsys, tmp_path / "none", code=1)
+    assert last["complaints"] == [f"layer 0: {tmp_path}/none: {name}.scale: expected numbers, got nan at [0, 0]"]
+
+
 def test_a_file_that_the_index_names_is_missed(sliding, capsys):
     index = sliding / "model.safetensors.index.json"
     listed = json.loads(index.read_text())

@@ -7,16 +7,16 @@ two tensors of one name, is refused here. Nothing is unpickled, and no file outs
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from foveal.local_files import ANY_MODEL, DOWNLOAD, not_here, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,6 +35,7 @@ DTYPES: dict[str, np.dtype] = {
 
 _SHOWN = 40
 _LFS_POINTER = b"version https://git-lfs"
+_PICKLES, _PICKLED = (".bin", ".pt", ".pth", ".pkl"), (b"PK\x03\x04", b"\x80\x02\x8a")  # torch's, new and old
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 48
 
 
@@ -163,7 +164,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             names = set(opened.keys())
         with open(file, "rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
-            header = _parse_json(raw.read(length))
+            header = parse_json(raw.read(length))
     except (safetensors.SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(file, [f"expected a safetensors file, {_why(file, error)}"]) from error
     header.pop("__metadata__", None)
@@ -210,7 +211,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     _check_is_file(path)
     try:
-        value = _parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"expected a JSON file, got {_one_line(error)}"]) from error
     return value
@@ -230,6 +231,9 @@ def _why(file: Path, error: Exception) -> str:
             beginning, size = opened.read(len(_LFS_POINTER)), os.fstat(opened.fileno()).st_size
     except OSError:
         return f"got {_one_line(error)}"
+    if beginning.startswith(_PICKLED):
+        fetch = f"{DOWNLOAD.format(ANY_MODEL)} fetches safetensors files"
+        return f"got a pickle of PyTorch's, which is not opened; {fetch}"
     if beginning == _LFS_POINTER:
         return "got a pointer of Git LFS to one: git lfs pull fetches it"
     return f"got {_one_line(error)}; it has {size:,} bytes, is it cut off?"
@@ -261,14 +265,17 @@ def _refused(file: object) -> str | None:
 
 def _without_index(path: Path) -> list[Path]:
     if not os.path.lexists(path):
-        raise CheckpointError(path, ["there is no such file or directory; models are not downloaded from a hub"])
+        raise CheckpointError(path, [not_here(path)])
     if not path.is_dir():
         return [path]
     if (path / SINGLE).exists():
         return [path / SINGLE]
     found = sorted(path.glob("*.safetensors"))
     if not found:
-        raise CheckpointError(path, [f"expected {INDEX} or .safetensors files, got none"])
+        pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+        got = f"got none; pickles are not opened: {', '.join(pickles)}" if pickles else "got none"
+        fetch = f"{DOWNLOAD.format(ANY_MODEL)} fetches them"
+        raise CheckpointError(path, [f"expected {INDEX} or .safetensors files, {got}; {fetch}"])
     return found
 
 
@@ -285,20 +292,6 @@ def _stored(name: str, entry: dict[str, Any], file: Path, data: int) -> StoredTe
     dtype = DTYPES.get(tensor.dtype)
     assert dtype is None or math.prod(tensor.shape) * dtype.itemsize == tensor.size  # safetensors has checked it
     return tensor
-
-
-def _parse_json(text: bytes) -> dict[str, Any]:
-    value = json.loads(text, object_pairs_hook=_unique)
-    if not isinstance(value, dict):
-        raise ValueError(f"a JSON {type(value).__name__} at the top level")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"the key {key!r} twice")
-    return dict(pairs)
 
 
 def _one_line(error: Exception) -> str:

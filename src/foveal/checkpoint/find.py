@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from foveal.checkpoint import fp8
-from foveal.checkpoint.files import CONFIG, DTYPES, CheckpointError, CheckpointFiles, StoredTensor, read_json
+from foveal.checkpoint.files import CONFIG, CheckpointError, CheckpointFiles, StoredTensor, read_json
 from foveal.checkpoint.names import (
     AttentionName,
     Dialect,
@@ -56,13 +55,6 @@ class Source(NamedTuple):
         """The one, or both."""
         return (self.weight,) if self.scale is None else (self.weight, self.scale)
 
-    @property
-    def dtype(self) -> np.dtype:
-        """What holds the file's numbers exactly: their own dtype; of FP8, bfloat16 if the scales are powers of two."""
-        if self.scale is None:
-            return DTYPES[self.weight.dtype]
-        return DTYPES["BF16" if self.scale.dtype == "F8_E8M0" else "F32"]
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCheckpoint:
@@ -79,11 +71,6 @@ class AttentionCheckpoint:
     config: AttentionConfig
     dialect: Dialect
     layers: dict[int, tuple[Source, ...]]
-
-    def dtype(self, layer: int) -> np.dtype:
-        """The narrowest dtype that holds every kernel of a layer exactly."""
-        kinds = {source.dtype for source in self.layers[layer] if source.row.is_kernel}
-        return kinds.pop() if len(kinds) == 1 else DTYPES["F32"]
 
 
 def open_checkpoint(

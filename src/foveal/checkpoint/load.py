@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from foveal.checkpoint import fp8
-from foveal.checkpoint.files import CheckpointError
+from foveal.checkpoint.files import DTYPES, CheckpointError
 from foveal.checkpoint.find import AttentionCheckpoint, Source, abstract_layer, find_attention
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
@@ -46,8 +47,10 @@ def load_attention(
         config: of the model; read from `config.json` by default.
         layers: indices of the layers to load; all by default.
         dtype: of activations, as in `CompressedAttention`. By default, layer by layer, the narrowest that holds every
-            kernel of the file exactly: bfloat16 for the releases, float32 for FP8 with float32 scales.
-        param_dtype: of the kernels; `dtype` by default. Sinks, position biases and norm scales are float32 in any case.
+            kernel of the file exactly: bfloat16 for the releases, float32 for FP8 with float32 scales, or with numbers
+            below bfloat16's.
+        param_dtype: of the kernels; `dtype` by default. FP8 numbers must not fall below its range, others are rounded
+            to it. Sinks, position biases and norm scales are float32 in any case.
         precision: of the matmuls.
         sharding: where the parameters go. A mesh: each by the names of its axes, under the rules in force
             (`flax.core.spmd.logical_axis_rules`). A sharding: all by it. By default, JAX's default device.
@@ -57,7 +60,9 @@ def load_attention(
 
     Raises:
         CheckpointError: a `ValueError`. Tensors are missing, unexpected, or of another shape or dtype, all of them
-            listed in its `problems`; or a file is missing, damaged or hostile; or a number is too large for the dtype.
+            listed in its `problems`; or a file is missing, damaged or hostile; or a scale or a code of FP8 is no
+            number, or a number is too large for the dtype or, in FP8, too small, all of a layer listed with their
+            places.
         ValueError: no such layer, a dtype that is not floating, a sharding that does not fit, or not the config of a
             DeepSeek-V4 model.
         ImportError: safetensors is missing (`pip install foveal[checkpoint]`).
@@ -81,14 +86,21 @@ def load_layer(
     sharding: Placement = None,
 ) -> CompressedAttention:
     """One of the layers that were found; arguments and errors are those of `load_attention`."""
-    kind = as_float("dtype", found.dtype(layer) if dtype is None else dtype)
+    sources = found.layers[layer]
+    scales = [None if source.scale is None else source.scale.read() for source in sources]
+    kind = as_float("dtype", _narrowest(sources, scales) if dtype is None else dtype)
     param_kind = kind if param_dtype is None else as_float("param_dtype", param_dtype)
     graph, state = nnx.split(abstract_layer(found.config, layer, kind, param_kind, precision))
     flat, placements = dict(nnx.to_flat_state(state)), _placements(state, sharding)
-    for source in found.layers[layer]:
+    problems: list[str] = []
+    for source, scale in zip(sources, scales, strict=True):
         path = tuple(source.row.path.split("."))
-        value = _read(source, flat[path].shape, flat[path].dtype)
-        flat[path] = flat[path].replace(_place(source.row.path, value, placements[path]))
+        value, wrong = _read(source, scale, flat[path].shape, np.dtype(flat[path].dtype))
+        problems += wrong
+        if value is not None:
+            flat[path] = flat[path].replace(_place(source.row.path, value, placements[path]))
+    if problems:
+        raise CheckpointError(found.files.path, problems)
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -123,15 +135,69 @@ def _placements(state: Any, sharding: Placement) -> dict[tuple[Any, ...], jax.sh
     return {path: by_axes[path].get_value() for path in paths}
 
 
-def _read(source: Source, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def _narrowest(sources: Sequence[Source], scales: Sequence[np.ndarray | None]) -> np.dtype:
+    """The narrowest dtype that holds every kernel exactly; float32 where there is none, as of products of float32."""
+    pairs = zip(sources, scales, strict=True)
+    kinds = {_holding(source, scale) for source, scale in pairs if source.row.is_kernel}
+    return kinds.pop() if len(kinds) == 1 else DTYPES["F32"]
+
+
+def _holding(source: Source, scale: np.ndarray | None) -> np.dtype:
+    if scale is None:
+        return DTYPES[source.weight.dtype]
+    if scale.dtype == np.float32:
+        return DTYPES["F32"]
+    narrow = DTYPES["BF16"]
+    # A kernel's numbers are read before their turn only if its scales leave it open.
+    if len(fp8.blocks_in_doubt(scale, narrow)) and fp8.unheld(source.weight.read(), scale, narrow):
+        return DTYPES["F32"]
+    return narrow
+
+
+def _read(
+    source: Source, scale: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
+) -> tuple[np.ndarray | None, list[str]]:
+    """A parameter, or what is wrong with its numbers."""
     weight = source.weight.read()
-    try:
-        with np.errstate(over="raise"):
-            stored = weight if source.scale is None else fp8.dequantized(weight, source.scale.read(), dtype)
-            return np.ascontiguousarray(source.row.to_module(stored.astype(dtype, copy=False), shape))
-    except FloatingPointError:
-        problem = f"{source.weight.name}: has numbers too large for {jnp.dtype(dtype).name}"
-        raise CheckpointError(source.weight.file, [problem]) from None
+    if scale is None:
+        stored, problems = _rounded(source.weight.name, weight, dtype)
+    else:
+        problems = _fp8_problems(source, weight, scale, dtype)
+        stored = weight if problems else fp8.dequantized(weight, scale, dtype)
+    return None if problems else np.ascontiguousarray(source.row.to_module(stored, shape)), problems
+
+
+def _fp8_problems(source: Source, weight: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> list[str]:
+    problems = [
+        f"{tensor.name}: expected numbers, got {problem}"
+        for tensor, stored in zip(source.tensors[::-1], (scale, weight), strict=True)
+        if (problem := _no_numbers(stored))
+    ]
+    if problems or (found := fp8.unheld(weight, scale, dtype)) is None:
+        return problems
+    (row, column), value = found
+    size = "small" if abs(value) < 1 else "large"
+    return [f"{source.weight.name}: has numbers too {size} for {dtype.name}: {value:g} at [{row}, {column}]"]
+
+
+def _no_numbers(stored: np.ndarray) -> str:
+    places = fp8.no_numbers(stored)
+    if not len(places):
+        return ""
+    row, column = map(int, places[0])
+    more = f", the first of {len(places):,}" if len(places) > 1 else ""
+    return f"{float(stored[row, column])} at [{row}, {column}]{more}"
+
+
+def _rounded(name: str, stored: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, list[str]]:
+    with np.errstate(over="ignore"):  # it tells nothing of what ml_dtypes rounds
+        rounded = stored.astype(dtype, copy=False)
+    if ml_dtypes.finfo(dtype).max >= ml_dtypes.finfo(stored.dtype).max:
+        return rounded, []
+    infinite = np.count_nonzero(np.isinf(rounded))
+    if infinite and infinite > np.count_nonzero(np.isinf(stored)):
+        return rounded, [f"{name}: has numbers too large for {dtype.name}"]
+    return rounded, []
 
 
 def _place(name: str, value: np.ndarray, sharding: jax.sharding.Sharding | None) -> Array:

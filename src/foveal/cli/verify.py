@@ -24,6 +24,7 @@ from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
 from foveal.cli.presets import PRESETS
 from foveal.config import AttentionConfig, LayerType
+from foveal.local_files import not_here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     require(("rich",), "demo")
     require(("safetensors",), "checkpoint")
     if args.path is not None and not Path(args.path).exists():
-        raise CliError(f"{args.path}: there is no such file or directory")
+        raise CliError(f"{args.path}: {not_here(args.path)}")
     use_cpu()
     with _checkpoint(args) as path:
         return _verify(path, args)

@@ -1,0 +1,44 @@
+"""Files of models that others have published: what to say where one is not here, and JSON that means one thing."""
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+DOWNLOAD = "`hf download {}`"
+"""The command that fetches a model from the Hugging Face hub, and prints where it lies."""
+
+ANY_MODEL = "ORG/NAME"
+"""A model's name where none is known."""
+
+_MODEL = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_FILE_ENDINGS = (".json", ".safetensors", ".bin")
+
+
+def not_here(path: str | os.PathLike[str]) -> str:
+    """What to say of a path where nothing is: it may be the name of a model on the hub."""
+    name = os.fspath(path)
+    is_model = _MODEL.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not Path(name).parent.exists()
+    command = DOWNLOAD.format(name if is_model else ANY_MODEL)
+    return f"there is no such file or directory; models are not downloaded: {command} does that and says where"
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """A JSON object in which no key occurs twice.
+
+    Raises:
+        ValueError: it is none; or, a `RecursionError`, it is nested too deep.
+    """
+    value = json.loads(text, object_pairs_hook=_unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__} at the top level")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key!r} twice")
+    return dict(pairs)

@@ -8,6 +8,7 @@ import pytest
 from foveal.backends.splash.kernel import CAN_STACK_HEADS
 from foveal.cli import compile as command
 from foveal.cli.main import main
+from foveal.extras import missing
 
 TINY = ["compile", "--preset", "tiny", "--target", "v5e"]
 
@@ -146,7 +147,7 @@ def test_a_report_without_cycles_says_why(capsys, monkeypatch, tmp_path):
 def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert main(["compile"]) == 2
-    assert "install foveal[tpu-aot]" in capsys.readouterr().err
+    assert missing("libtpu", "tpu-aot") in capsys.readouterr().err
 
 
 @pytest.mark.slow

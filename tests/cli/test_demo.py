@@ -22,6 +22,7 @@ from foveal.backends.dense import Dense
 from foveal.cli import checks, errors, layer, main, picture, text
 from foveal.cli.console import progress
 from foveal.config import AttentionConfig, LayerType
+from foveal.extras import missing
 from foveal.geometry import Visibility
 from foveal.testing.reference import reference_attention
 
@@ -296,7 +297,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(arguments, said, tmp_path, capsys
 def test_missing_packages_are_named_with_their_extra(module, prose, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", prose]) == 2
-    assert capsys.readouterr().err == f"foveal demo: error: {module} is missing: install foveal[demo]\n"
+    assert capsys.readouterr().err == f"foveal demo: error: {missing(module, 'demo')}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])

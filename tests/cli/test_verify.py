@@ -14,6 +14,7 @@ from foveal.checkpoint.names import ROWS
 from foveal.checkpoint.release import released_tensors
 from foveal.cli.main import main
 from foveal.cli.verify_files import config_complaints, whole_checkpoint
+from foveal.extras import missing
 from foveal.testing.checkpoints import write_random_checkpoint
 from foveal.testing.parameters import get_params, set_params
 from tests.checkpoint.rewriting import rewrite, tensors_of
@@ -316,7 +317,7 @@ def test_windows_too_long_to_be_run(capsys, tmp_path):
 def test_what_is_missing_is_said(checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main(["verify", str(checkpoint)]) == 2
-    assert "safetensors is missing: install foveal[checkpoint]" in capsys.readouterr().err
+    assert missing("safetensors", "checkpoint") in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the whole checkpoint

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from foveal.extras import missing
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
@@ -198,7 +200,7 @@ def require_safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise ImportError("safetensors is missing: install foveal[checkpoint]") from error
+        raise ImportError(missing("safetensors", "checkpoint")) from error
     return safetensors
 
 

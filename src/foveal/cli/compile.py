@@ -21,6 +21,7 @@ from foveal.cli.console import make_console, progress
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import int_between
 from foveal.cli.presets import PRESETS
+from foveal.extras import missing
 from foveal.schedule import dump_flags
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     require(("rich",), "demo")
     if importlib.util.find_spec("libtpu") is None:
-        raise CliError("libtpu is missing: install foveal[tpu-aot]")
+        raise CliError(missing("libtpu", "tpu-aot"))
     cases = _cases(args)
     console = make_console()
     rows = []

@@ -34,7 +34,7 @@ than the compiler gives to kernels by default: without, it is refused from 13107
 
 def command(name: str) -> list[str]:
     """The command line of a report."""
-    return [sys.executable, "-m", "foveal.cli", "compile", *REPORTS[name], "--json"]
+    return [sys.executable, "-m", "foveal", "compile", *REPORTS[name], "--json"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

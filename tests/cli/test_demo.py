@@ -258,9 +258,8 @@ def test_without_installation_or_checkout_a_file_is_asked_for(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "COMMAND"),
         (["nonsense"], "'nonsense'"),
-        (["--nonsense"], "COMMAND"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["demo", "--nonsense\nmore"], "unrecognized arguments: --nonsense more"),
         (["demo", "--len", "64"], "--len"),
         (["demo", "--length", "0"], "--length: expected a whole number from 1 to 1024, got '0'"),

@@ -219,7 +219,7 @@ def _from_json(text: str) -> CompileCase:
 
 def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str, Any]:
     """The case's report. Some mistakes of kernels make the compiler end its process: that is a report too."""
-    command = [sys.executable, "-m", "foveal.cli", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
+    command = [sys.executable, "-m", "foveal", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as directory:
         if cycles and case.has_cycles:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 LENGTHS = "4096,16384,65536,131072,262144"
 _MORE_VMEM = ("--compiler-option", "xla_tpu_scoped_vmem_limit_kib=49152")
 
+_SPLASH = ("--implementation", "splash")
 _CSA = ("--what", "layer", "--layer", "csa", "--implementation", "chunked")
 
 REPORTS: dict[str, tuple[str, ...]] = {
@@ -22,11 +23,14 @@ REPORTS: dict[str, tuple[str, ...]] = {
     "dynamic-forward": ("--seq", LENGTHS, "--implementation", "splash_dynamic", *_MORE_VMEM),
     "dynamic-backward": ("--seq", LENGTHS, "--implementation", "splash_dynamic", "--backward", *_MORE_VMEM),
     "dynamic-default": ("--seq", "4096,65536,131072", "--implementation", "splash_dynamic"),
-    "layer-backward": ("--what", "layer", "--seq", "4096,65536,131072", "--backward"),
+    "layer-backward": ("--what", "layer", "--seq", "4096,65536,131072", *_SPLASH, "--backward"),
     "csa-backward": (*_CSA, "--seq", "4096,32768,65536,131072", "--backward"),
     "csa-loss": (*_CSA, "--seq", "32768,65536", "--backward", "--indexer-loss"),
-    "time": ("--seq", "4096,131072", "--backward", "--no-cycles"),
-    **{target: ("--target", target, "--seq", "4096,32768", "--backward") for target in ("v5e", "v6e", "tpu7x")},
+    "time": ("--seq", "4096,131072", *_SPLASH, "--backward", "--no-cycles"),
+    **{
+        target: ("--target", target, "--seq", "4096,32768", *_SPLASH, "--backward")
+        for target in ("v5e", "v6e", "tpu7x")
+    },
 }
 """Arguments of `foveal compile` by the name of the report. A mask that is data needs large tiles, and these more VMEM
 than the compiler gives to kernels by default: without, it is refused from 131072 rows on, with gradients from 65536."""
@@ -34,7 +38,7 @@ than the compiler gives to kernels by default: without, it is refused from 13107
 
 def command(name: str) -> list[str]:
     """The command line of a report."""
-    return [sys.executable, "-m", "foveal.cli", "compile", *REPORTS[name], "--json"]
+    return [sys.executable, "-m", "foveal", "compile", *REPORTS[name], "--json"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Samples text from the model that `examples/train_tiny.py` trains, token by token behind a cache.
 
     python examples/train_tiny.py                       # first, a few minutes
-    python -m examples.generate --prompt "A list is"    # then this, as often as you like
+    python examples/generate.py --prompt "A list is"    # then this, as often as you like
 
 Prompts of different lengths are one batch: each row's prompt is prefilled in one call, right-padded, and then every row
 decodes a byte a step in one compiled program, in place. Prints the texts, then tokens per second and the cache's bytes
@@ -27,8 +27,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from examples.train_tiny import CONFIG, LanguageModel, Trainer, restore
 from foveal import CacheStack
+
+if __package__:
+    from examples.train_tiny import CONFIG, LanguageModel, Trainer, restore
+else:  # run as a script: Python looks for modules beside it
+    from train_tiny import CONFIG, LanguageModel, Trainer, restore
 
 
 def extend(

@@ -21,6 +21,8 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from foveal.extras import missing
+
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not look for a cloud's metadata server
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # or two processes collide over a lock file
@@ -108,7 +110,7 @@ def device_mesh(target: str, axes: Mapping[str, int] | None = None) -> Mesh:
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError("the TPU compiler is missing: install foveal[tpu-aot]", name="libtpu")
+        raise ModuleNotFoundError(missing("libtpu, the TPU compiler,", "tpu-aot"), name="libtpu")
     axes = {"device": 1} if axes is None else dict(axes)
     count = math.prod(axes.values())
     fitting = [name for chips, name in TARGETS[target].topologies.items() if chips >= count]

@@ -18,6 +18,7 @@ from foveal import Splash, SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.backends.splash.mask import HCAStaticMask
 from foveal.backends.splash.mask_info import static_mask_info
+from foveal.extras import missing
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
 from tests.backends.splash_problem import (
@@ -95,7 +96,7 @@ def test_without_tokamax_both_are_refused(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tokamax" else find(name, *a))
     for implementation in ("splash", "splash_dynamic", STATIC, DYNAMIC):
-        assert_refused(implementation, small(), "Tokamax is not installed (pip install 'foveal[tpu]')")
+        assert_refused(implementation, small(), missing("tokamax", "tpu"))
     with jax.sharding.use_abstract_mesh(TPU):
         assert explain(**small()).chosen == "chunked"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import tracemalloc
 from typing import Any
@@ -21,6 +22,7 @@ from foveal.checkpoint.files import StoredTensor
 from foveal.checkpoint.find import find_attention
 from foveal.checkpoint.load import load_layer
 from foveal.checkpoint.names import ROWS
+from foveal.extras import missing
 from foveal.testing.checkpoints import expected_params, write_random_checkpoint
 from foveal.testing.generators import random_hidden
 from foveal.testing.parameters import get_params
@@ -256,7 +258,7 @@ def test_a_sharding_places_all(written):
 
 def test_without_safetensors_it_says_what_to_install(written, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"safetensors is missing: install foveal\[checkpoint\]"):
+    with pytest.raises(ImportError, match=re.escape(missing("safetensors", "checkpoint"))):
         load_attention(written())
 
 

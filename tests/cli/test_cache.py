@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foveal.cli.main import main
+from foveal.config import AttentionConfig
 
 
 def parts_of(capsys, *arguments: str) -> dict[str, dict[str, int]]:
@@ -47,6 +48,39 @@ def test_the_table(capsys):
     assert main(["cache", "--length", "0"]) == 0
 
 
-def test_mistakes(capsys):
-    assert main(["cache", "--length", "-1"]) == 2
-    assert "--length: expected a whole number" in capsys.readouterr().err
+@pytest.fixture
+def tiny_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(AttentionConfig.tiny().to_hf_config()))
+    return path
+
+
+def test_a_published_config_in_the_place_of_a_preset(tiny_config, capsys):
+    expected = parts_of(capsys, "--preset", "tiny", "--length", "64")
+    for path in (tiny_config, tiny_config.parent):
+        assert parts_of(capsys, "--config", str(path), "--length", "64") == expected
+    assert main(["cache", "--config", str(tiny_config)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tiny_config}: 1 x 1048576 tokens")
+
+
+@pytest.mark.parametrize("command", ["cache", "compile"])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--length", "-1"], "--length: expected a whole number"),
+        (["--config", "{folder}/none.json"], "--config: cannot read '{folder}/none.json': No such file"),
+        (["--config", "{folder}/list.json"], "--config: {folder}/list.json: expected a JSON object"),
+        (["--config", "{folder}/other.json"], "--config: {folder}/other.json: model_type: expected 'deepseek_v4'"),
+        (["--config", "{folder}/list.json", "--preset", "flash"], "not allowed with argument"),
+    ],
+)
+def test_mistakes(command, arguments, complaint, tmp_path, capsys):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "other.json").write_text('{"model_type": "llama"}')
+    if command == "compile":
+        arguments = [part.replace("--length", "--seq") for part in arguments]
+        complaint = complaint.replace("--length", "--seq")
+    assert main([command, *(part.replace("{folder}", str(tmp_path)) for part in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert complaint.replace("{folder}", str(tmp_path)) in error
+    assert error.count("\n") == 1

@@ -1,5 +1,7 @@
 """`foveal compile`."""
 
+import dataclasses
+import importlib.util
 import json
 import subprocess
 
@@ -7,7 +9,11 @@ import pytest
 
 from foveal.backends.splash.kernel import CAN_STACK_HEADS
 from foveal.cli import compile as command
-from foveal.cli.main import main
+from foveal.cli import compile_case
+from foveal.cli.main import main, make_parser
+from foveal.cli.presets import read_model
+from foveal.config import AttentionConfig
+from foveal.extras import missing
 
 TINY = ["compile", "--preset", "tiny", "--target", "v5e"]
 
@@ -69,8 +75,61 @@ def test_the_table(capsys, monkeypatch):
         ),
     )
     assert main(["compile", "--seq", "4096", "--implementation", "chunked"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "4096" in line)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["4096"])
     assert line.split() == ["4096", "chunked", "compiles", "-", "-", "-", "3.00", "0.00", "2.25", "250.00"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The cases that would be compiled."""
+    cases = []
+
+    def compiled(case, timeout, cycles):
+        cases.append(case)
+        return {"verdict": "compiles", "message": ""}
+
+    monkeypatch.setattr(command, "_in_a_process", compiled)
+    return cases
+
+
+def test_without_a_name_the_choice_is_compiled_and_named(asked, capsys, monkeypatch):
+    for layer, name in (("sliding", "splash"), ("hca", "splash"), ("csa", "chunked")):
+        (row,) = rows_of(capsys, *TINY, "--layer", layer)
+        assert (row["implementation"], row["chosen"]) == (name, True)
+    (row,) = rows_of(capsys, *TINY, "--layer", "csa", "--implementation", "chunked")
+    assert (row["implementation"], row["chosen"]) == ("chunked", False)
+    assert main([*TINY, "--layer", "csa"]) == 0
+    assert "chunked (chosen)" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tokamax" else object())
+    (row,) = rows_of(capsys, *TINY)
+    assert row["implementation"] == "chunked"
+    assert all(case.chosen == (case is not asked[3]) for case in asked)
+
+
+def test_the_choice_for_selected_entries_compiles(capsys):
+    (row,) = rows_of(capsys, *TINY, "--layer", "csa", "--seq", "64")
+    assert (row["implementation"], row["chosen"], row["verdict"]) == ("chunked", True, "compiles")
+
+
+def test_the_process_of_a_case_has_the_sizes_of_a_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(AttentionConfig.tiny().to_hf_config()))
+    rows = []
+    for sizes in (["--preset", "tiny"], ["--config", str(path)]):
+        (case,) = command._cases(make_parser().parse_args(["compile", "--seq", "64", "--layer", "csa", *sizes]))
+        rows.append(compile_case.chosen_implementation(case))
+        config = read_model(case.preset, case.config)
+        assert command._from_json(json.dumps(dataclasses.asdict(case))) == case
+        assert config == AttentionConfig.tiny()
+    assert rows == ["chunked", "chunked"]
+
+
+def test_each_case_is_a_line_as_soon_as_it_is_compiled(asked, capsys):
+    assert main([*TINY, "--seq", "512,1k", "--implementation", "chunked"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "hca, S = 512, chunked: compiles",
+        "hca, S = 1024, chunked: compiles",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +172,20 @@ def test_a_compiler_that_dies_or_hangs_is_a_verdict(monkeypatch):
         (["--mesh", "tensor=3"], "--mesh: expected a divisor of 64 heads for tensor, got 3"),
         (["--mesh", "tensor=64"], "--mesh: expected 16 chips of v5p at most, got 64"),
         (["--target", "v1"], "--target"),
-        (["--blocks", "128,128"], "--blocks: expected 5 numbers"),
-        (["--blocks", "128,128,256,100,1"], "--blocks: kv_backward: expected a positive multiple of 128"),
+        (["--blocks", "128,128", "--implementation", "splash"], "--blocks: expected 5 numbers"),
+        (
+            ["--blocks", "128,128,256,100,1", "--implementation", "splash"],
+            "--blocks: kv_backward: expected a positive multiple of 128",
+        ),
+        (["--blocks", "128,128,256,256,1"], "--blocks: expected --implementation splash or splash_dynamic, got none"),
         (
             ["--blocks", "128,128,128,128,1", "--implementation", "chunked"],
             "--blocks: expected --implementation splash",
         ),
-        (["--blocks", "128,128,256,256,3"], "--blocks: expected a divisor of a chip's 64 heads for HEADS, got 3"),
+        (
+            ["--blocks", "128,128,256,256,3", "--implementation", "splash"],
+            "--blocks: expected a divisor of a chip's 64 heads for HEADS, got 3",
+        ),
         (["--compiler-option", "fast"], "--compiler-option: expected NAME=VALUE"),
     ],
 )
@@ -146,7 +212,7 @@ def test_a_report_without_cycles_says_why(capsys, monkeypatch, tmp_path):
 def test_without_the_compiler_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert main(["compile"]) == 2
-    assert "install foveal[tpu-aot]" in capsys.readouterr().err
+    assert missing("libtpu", "tpu-aot") in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -164,7 +230,9 @@ def test_cycles_of_the_forward_kernels(capsys):
     """Flash's sizes, 4096 rows, v5p: against slower tiles. Without stacked heads (before Tokamax 0.0.17) more."""
     (row,) = rows_of(capsys, "compile", "--seq", "4096")
     assert row["kernel_cycles"] < (2.3e6 if CAN_STACK_HEADS else 4.5e6)  # measured: 2.25 and 4.16 million
-    (narrow,) = rows_of(capsys, "compile", "--seq", "4096", "--blocks", "512,512,256,256,1")
+    (narrow,) = rows_of(
+        capsys, "compile", "--seq", "4096", "--implementation", "splash", "--blocks", "512,512,256,256,1"
+    )
     assert narrow["kernel_cycles"] > 1.4 * row["kernel_cycles"]
 
 

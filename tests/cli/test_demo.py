@@ -22,6 +22,7 @@ from foveal.backends.dense import Dense
 from foveal.cli import checks, errors, layer, main, picture, text
 from foveal.cli.console import progress
 from foveal.config import AttentionConfig, LayerType
+from foveal.extras import missing
 from foveal.geometry import Visibility
 from foveal.testing.reference import reference_attention
 
@@ -57,12 +58,12 @@ def prose(tmp_path):
 def run_one_layer(monkeypatch, tmp_path):
     """The demo with one small layer, to compile quickly, and no picture."""
 
-    def run(kind):
+    def run(kind, length="48"):
         path = tmp_path / "two.txt"
         path.write_text("Call me Ishmael.\n\nAll happy families are alike.")
         monkeypatch.setattr(layer, "DEMO_CONFIG", dataclasses.replace(AttentionConfig.tiny(), layer_types=(kind,)))
         monkeypatch.setattr(picture, "draw", lambda paragraphs, seed, path: None)
-        return main(["demo", str(path), "--length", "48", "--output", str(tmp_path / "picture.png")])
+        return main(["demo", str(path), "--length", length, "--output", str(tmp_path / "picture.png")])
 
     return run
 
@@ -136,6 +137,16 @@ def test_undecided_queries_are_left_out_and_counted(run_one_layer, capsys, monke
     assert captured.err == ""
     assert "CSA: queries left out of the comparison" in captured.out
     assert captured.out.splitlines()[-1].startswith("PASS")
+
+
+def test_rows_too_short_for_an_entry_are_said_to_have_none(run_one_layer, capsys):
+    """And rows that have some are not."""
+    for length, said in (("3", True), ("48", False)):
+        assert run_one_layer(LayerType.CSA, length) == 0
+        printed = capsys.readouterr().out
+        none = "CSA: no entries to compare, as each is of 4 tokens and the longest document has 3; only the windows"
+        assert (none in printed) is said
+        assert printed.splitlines()[-1].startswith("PASS")
 
 
 def test_progress_shows_on_a_terminal_only():
@@ -257,12 +268,11 @@ def test_without_installation_or_checkout_a_file_is_asked_for(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "COMMAND"),
         (["nonsense"], "'nonsense'"),
-        (["--nonsense"], "COMMAND"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["demo", "--nonsense\nmore"], "unrecognized arguments: --nonsense more"),
         (["demo", "--len", "64"], "--len"),
-        (["demo", "--length", "0"], "--length: expected a whole number from 1 to 1024, got '0'"),
+        (["demo", "--length", "0"], "--length: expected a whole number of tokens from 1 to 1024, got '0'"),
         (["demo", "--length", "1025"], "from 1 to 1024"),
         (["demo", "--length", "1.5"], "got '1.5'"),
         (["demo", "--rows", "0"], "--rows"),
@@ -296,7 +306,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(arguments, said, tmp_path, capsys
 def test_missing_packages_are_named_with_their_extra(module, prose, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     assert main(["demo", prose]) == 2
-    assert capsys.readouterr().err == f"foveal demo: error: {module} is missing: install foveal[demo]\n"
+    assert capsys.readouterr().err == f"foveal demo: error: {missing(module, 'demo')}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])

@@ -12,8 +12,10 @@ from foveal.checkpoint.find import find_attention
 from foveal.checkpoint.load import load_layer
 from foveal.checkpoint.names import ROWS
 from foveal.checkpoint.release import released_tensors
+from foveal.cli import verify
 from foveal.cli.main import main
 from foveal.cli.verify_files import config_complaints, whole_checkpoint
+from foveal.extras import missing
 from foveal.testing.checkpoints import write_random_checkpoint
 from foveal.testing.parameters import get_params, set_params
 from tests.checkpoint.rewriting import rewrite, tensors_of
@@ -279,6 +281,24 @@ def test_a_config_that_is_nearly_a_released_models(model):
     assert config_complaints(AttentionConfig.tiny()) == ()
 
 
+def test_each_layer_is_a_line_as_soon_as_it_was_looked_at(checkpoint, capsys, monkeypatch):
+    """Without a terminal, where there is no bar: of a large model it takes minutes until the tables come."""
+    seen = []
+
+    def look_at(found, layer, *_):
+        seen.append(capsys.readouterr().out)
+        failures = ("broken",) if layer == 1 else ()
+        return verify.LayerReport(layer, found.config.layer_type(layer), failures)
+
+    monkeypatch.setattr(verify, "_look_at", look_at)
+    assert main(["verify", str(checkpoint)]) == 1
+    assert [text.splitlines()[-1] for text in seen[1:]] == ["layer 0, sliding: agrees", "layer 1, CSA: disagrees"]
+    assert capsys.readouterr().out.startswith("layer 2, HCA: agrees\n")
+    seen.clear()
+    assert main(["verify", str(checkpoint), "--json"]) == 1
+    assert [json.loads(text)["layer"] for text in seen[1:]] == [0, 1]
+
+
 def test_no_checkpoint_at_all(capsys, tmp_path):
     (tmp_path / "config.json").mkdir()
     for path, complaint in (
@@ -331,7 +351,7 @@ def test_windows_too_long_to_be_run(capsys, tmp_path):
 def test_what_is_missing_is_said(checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main(["verify", str(checkpoint)]) == 2
-    assert "safetensors is missing: install foveal[checkpoint]" in capsys.readouterr().err
+    assert missing("safetensors", "checkpoint") in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the whole checkpoint

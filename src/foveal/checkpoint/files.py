@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from foveal.extras import missing
 from foveal.local_files import ANY_MODEL, DOWNLOAD, not_here, parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -199,7 +200,7 @@ def require_safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise ImportError("safetensors is missing: install foveal[checkpoint]") from error
+        raise ImportError(missing("safetensors", "checkpoint")) from error
     return safetensors
 
 

@@ -65,7 +65,7 @@ def load_attention(
             places.
         ValueError: no such layer, a dtype that is not floating, a sharding that does not fit, or not the config of a
             DeepSeek-V4 model.
-        ImportError: safetensors is missing (`pip install foveal[checkpoint]`).
+        ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).
     """
     _check_sharding(sharding)
     for name, kind in (("dtype", dtype), ("param_dtype", param_dtype)):

@@ -44,7 +44,7 @@ def save_attention(
         ValueError: no layers, layers of different models or types, parameters of a dtype that files do not hold or
             that other processes hold parts of, an unknown dialect, or something is at the path already.
         OSError: it cannot be written; nothing is left behind but parent directories.
-        ImportError: safetensors is missing (`pip install foveal[checkpoint]`).
+        ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).
     """
     dialect = as_dialect(dialect)
     config = common_config(layers)

@@ -9,10 +9,10 @@ import json
 import jax
 
 from foveal.cache import AttentionCache, CacheStack
-from foveal.cli.console import make_console, short_name, size_text
+from foveal.cli.console import make_console, print_table, short_name, size_text
 from foveal.cli.errors import require
-from foveal.cli.numbers import int_between
-from foveal.cli.presets import PRESETS
+from foveal.cli.numbers import TOKENS, int_between, tokens_between
+from foveal.cli.presets import add_model, preset_of, read_model
 from foveal.config import AttentionConfig, LayerType
 
 _DESCRIPTION = """\
@@ -24,15 +24,15 @@ and index keys grow with the length, all else is of one size.
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal cache`."""
     summary = "print the bytes of a model's decode state, part by part"
-    parser = subparsers.add_parser("cache", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    parser = subparsers.add_parser("cache", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), default="flash", help="whose sizes (default: flash)")
-    lengths = int_between(0, 1 << 30)
+    add_model(parser)
+    lengths = tokens_between(0, 1 << 30)
     add("--length", type=lengths, default=1 << 20, metavar="N", help="tokens a row can hold (default: 1048576)")
     add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
     add(
         "--max-rollback",
-        type=int_between(0, 1 << 16),
+        type=tokens_between(0, 1 << 16),
         default=0,
         metavar="N",
         help="tokens that can be taken back, as speculative decoding does (default: 0)",
@@ -46,9 +46,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table.
 
     Raises:
-        CliError: rich is missing.
+        CliError: rich is missing, or the config cannot be read.
     """
-    config = PRESETS[args.preset]()
+    preset = preset_of(args)
+    config = read_model(preset, args.config)
     stack = _shapes(config, args)
     rows = _rows(config, stack)
     if args.json:
@@ -69,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
         per_token = f"{total / tokens:,.1f}" if tokens else "-"
         table.add_row(part, *cells, size_text(total), per_token, end_section=part == list(rows)[-2])
     console = make_console()
-    console.print(f"{args.preset}: {args.batch} x {args.length} tokens, {args.dtype}, rollback of {args.max_rollback}")
-    console.print(table)
+    console.print(
+        f"{preset or args.config}: {args.batch} x {args.length} tokens, {args.dtype}, rollback of {args.max_rollback}"
+    )
+    print_table(console, table)
     return 0
 
 

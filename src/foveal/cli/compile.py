@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foveal.aot import TARGETS
-from foveal.cli.console import make_console, progress
+from foveal.cli.console import make_console, print_step, print_table, progress
 from foveal.cli.errors import CliError, require
-from foveal.cli.numbers import int_between
-from foveal.cli.presets import PRESETS
+from foveal.cli.numbers import TOKENS, int_between, tokens_between
+from foveal.cli.presets import add_model, preset_of, read_model
+from foveal.config import AttentionConfig
+from foveal.extras import missing
 from foveal.schedule import dump_flags
 
 if TYPE_CHECKING:
@@ -42,12 +44,18 @@ _SPEC, _DUMP = "--case-json", "--dump"
 
 @dataclasses.dataclass(frozen=True)
 class CompileCase:
-    """One program to compile."""
+    """One program to compile.
+
+    Attributes, besides what the arguments of the command say:
+        preset: whose sizes; None for those of the file `config`.
+        implementation: a name.
+        chosen: whether `implementation=None`, which is then compiled, is known to choose that one.
+    """
 
     target: str
     what: str
     layer: str
-    preset: str
+    preset: str | None
     length: int
     implementation: str
     backward: bool
@@ -57,6 +65,8 @@ class CompileCase:
     blocks: tuple[int, ...] | None = None
     compiler_options: tuple[tuple[str, str], ...] = ()
     indexer_loss: bool = False
+    config: str | None = None
+    chosen: bool = False
 
     @property
     def has_cycles(self) -> bool:
@@ -67,20 +77,20 @@ class CompileCase:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal compile`."""
     summary = "compile attention for TPUs without a TPU, and report memory and verdicts"
-    parser = subparsers.add_parser("compile", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    parser = subparsers.add_parser("compile", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), default="v5p", help="the TPU (default: %(default)s)")
     add("--what", choices=("core", "layer"), default="core", help="core attention or a whole layer (default: core)")
     add("--layer", choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
-    add("--preset", choices=tuple(PRESETS), default="flash", help="whose sizes (default: flash)")
-    lengths = _list_of(int_between(1, 1 << 24))
+    add_model(parser)
+    lengths = _list_of(tokens_between(1, 1 << 24))
     add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens in a row (default: 4096)")
     add(
         "--implementation",
         type=_list_of(str),
-        default=["splash"],
         metavar="NAME,...",
-        help="of core attention: splash, splash_dynamic, chunked, dense (default: splash)",
+        help="of core attention: splash, splash_dynamic, chunked, dense (default: the one that foveal chooses for such "
+        "a call, which the report names)",
     )
     add("--backward", action="store_true", help="the backward pass too")
     add("--indexer-loss", action="store_true", help="of a CSA layer the indexer's loss too")
@@ -124,42 +134,46 @@ def run(args: argparse.Namespace) -> int:
         return 0
     require(("rich",), "demo")
     if importlib.util.find_spec("libtpu") is None:
-        raise CliError("libtpu is missing: install foveal[tpu-aot]")
+        raise CliError(missing("libtpu", "tpu-aot"))
     cases = _cases(args)
     console = make_console()
     rows = []
     with progress(console, len(cases), disable=args.json) as advance:
         for case in cases:
-            advance(f"{case.layer} S={case.length} {case.implementation}")
+            advance(_name(dataclasses.asdict(case)))
             rows.append({**dataclasses.asdict(case), **_in_a_process(case, args.timeout, cycles=not args.no_cycles)})
             if args.json:
                 print(json.dumps(rows[-1]), flush=True)
+            else:
+                print_step(console, f"{_name(rows[-1])}: {rows[-1]['verdict']}")
     if not args.json:
-        console.print(_table(rows))
+        print_table(console, _table(rows))
         console.print(_LEGEND)
         for row in rows:
             if row["message"]:
-                console.print(f"{row['implementation']}, S = {row['length']}: {row['message']}")
+                console.print(f"{_name(row)}: {row['message']}")
     return int(any(row["verdict"] != "compiles" for row in rows))
 
 
 def _cases(args: argparse.Namespace) -> list[CompileCase]:
     from foveal.backends import registry
 
-    unknown = [name for name in args.implementation if name not in registry.names()]
+    unknown = [name for name in args.implementation or () if name not in registry.names()]
     if unknown:
         raise CliError(f"--implementation: expected some of {', '.join(registry.names())}, got {unknown[0]!r}")
-    _check_mesh(args)
+    preset = preset_of(args)
+    config = read_model(preset, args.config)
+    _check_mesh(args, config)
     if args.indexer_loss and (args.what, args.layer) != ("layer", "csa"):
         raise CliError(f"--indexer-loss: expected --what layer --layer csa, got {args.what} and {args.layer}")
     if args.blocks:
-        _check_blocks(args)
-    return [
+        _check_blocks(args, config)
+    cases = [
         CompileCase(
             args.target,
             args.what,
             args.layer,
-            args.preset,
+            preset,
             length,
             implementation,
             args.backward,
@@ -169,12 +183,20 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
             tuple(args.blocks) if args.blocks else None,
             tuple(args.compiler_option),
             args.indexer_loss,
+            args.config,
         )
-        for length, implementation in itertools.product(args.seq, args.implementation)
+        for length, implementation in itertools.product(args.seq, args.implementation or [""])
     ]
+    return cases if args.implementation else [_with_choice(case) for case in cases]
 
 
-def _check_mesh(args: argparse.Namespace) -> None:
+def _with_choice(case: CompileCase) -> CompileCase:
+    from foveal.cli.compile_case import chosen_implementation
+
+    return dataclasses.replace(case, implementation=chosen_implementation(case), chosen=True)
+
+
+def _check_mesh(args: argparse.Namespace, config: AttentionConfig) -> None:
     known = ("data", "tensor")
     axes = [axis for axis, _ in args.mesh]
     for axis in axes:
@@ -186,24 +208,24 @@ def _check_mesh(args: argparse.Namespace) -> None:
         raise CliError(f"--mesh: expected {most} chips of {args.target} at most, got {chips}")
     if args.batch % sizes.get("data", 1):
         raise CliError(f"--mesh: expected a divisor of --batch {args.batch} for data, got {sizes['data']}")
-    heads = PRESETS[args.preset]().num_attention_heads
+    heads = config.num_attention_heads
     if heads % sizes.get("tensor", 1):
         raise CliError(f"--mesh: expected a divisor of {heads} heads for tensor, got {sizes['tensor']}")
 
 
-def _check_blocks(args: argparse.Namespace) -> None:
+def _check_blocks(args: argparse.Namespace, config: AttentionConfig) -> None:
     from foveal.backends.splash import SplashBlocks
 
-    others = [name for name in args.implementation if name not in ("splash", "splash_dynamic")]
+    others = [name for name in args.implementation or ["none"] if name not in ("splash", "splash_dynamic")]
     if others:
-        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others[0]!r}")
+        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others[0]}")
     if len(args.blocks) != 5:
         raise CliError(f"--blocks: expected 5 numbers Q,KV,Q,KV,HEADS, got {len(args.blocks)}")
     try:
         SplashBlocks(*args.blocks)
     except ValueError as error:
         raise CliError(f"--blocks: {error}") from error
-    heads = PRESETS[args.preset]().num_attention_heads // dict(args.mesh).get("tensor", 1)
+    heads = config.num_attention_heads // dict(args.mesh).get("tensor", 1)
     if heads % args.blocks[4]:
         raise CliError(f"--blocks: expected a divisor of a chip's {heads} heads for HEADS, got {args.blocks[4]}")
 
@@ -218,7 +240,7 @@ def _from_json(text: str) -> CompileCase:
 
 def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str, Any]:
     """The case's report. Some mistakes of kernels make the compiler end its process: that is a report too."""
-    command = [sys.executable, "-m", "foveal.cli", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
+    command = [sys.executable, "-m", "foveal", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as directory:
         if cycles and case.has_cycles:
@@ -260,8 +282,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     passes = "forward and backward" if first["backward"] else "forward"
     mesh = ", ".join(f"{axis} {size}" for axis, size in first["mesh"]) or "one chip"
     loss = " with the indexer's loss" if first["indexer_loss"] else ""
+    sizes = first["preset"] or first["config"]
     title = (
-        f"{first['layer'].upper()} {first['what']}{loss}, {first['preset']}, {passes}, {first['dtype']}, "
+        f"{first['layer'].upper()} {first['what']}{loss}, {sizes}, {passes}, {first['dtype']}, "
         f"batch {first['batch']}, {first['target']}, {mesh}"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
@@ -272,7 +295,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             str(row["length"]),
-            row["implementation"],
+            row["implementation"] + " (chosen)" * row["chosen"],
             row["verdict"],
             *(_number(row.get(key)) for key in ("mask_seconds", "lower_seconds", "compile_seconds")),
             *(_number(row.get(key), 2**30) for key in ("peak_bytes", "temporary_bytes")),
@@ -280,6 +303,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             _number(row.get("roofline_seconds"), 1e-3),
         )
     return table
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['layer']}, S = {row['length']}, {row['implementation']}"
 
 
 def _number(value: float | int | None, unit: float | int = 1.0) -> str:

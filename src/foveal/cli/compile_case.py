@@ -10,19 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from foveal.aot import TARGETS, compile_report, device_mesh
 from foveal.backends.request import Backend
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cli.compile import CompileCase
 from foveal.cli.errors import require
-from foveal.cli.presets import PRESETS
+from foveal.cli.presets import read_model
 from foveal.config import AttentionConfig, LayerType
 from foveal.flops import core_cost, layer_cost
 from foveal.geometry import Documents, Visibility
 from foveal.nn import CompressedAttention
-from foveal.ops.core_attention import core_attention
+from foveal.ops.core_attention import core_attention, explain
 from foveal.schedule import kernel_schedules
 
 _LAYERS = {"hca": LayerType.HCA, "csa": LayerType.CSA, "sliding": LayerType.SLIDING}
@@ -30,25 +30,37 @@ _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
 """Which mesh axis a parameter's logical axis lies on; the others are replicated."""
 
 
+def chosen_implementation(case: CompileCase) -> str:
+    """The name of the implementation that `None` chooses for the case's core attention. Needs no TPU compiler."""
+    sizes = dict(case.mesh) or {"device": 1}
+    device = AbstractDevice(f"TPU {case.target}", 1, "tpu")
+    axes = (AxisType.Auto,) * len(sizes)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes, abstract_device=device)
+    config = read_model(case.preset, case.config)
+    visibility, indices, operands = _operands(case, config, _LAYERS[case.layer], mesh)
+    chosen: list[str | None] = []
+
+    def ask(indices: Any, q: Any, kv: Any, entries: Any, sinks: Any) -> None:
+        chosen.append(explain(q, kv, entries, visibility=visibility, indices=indices, sinks=sinks).chosen)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(ask, indices, *operands)
+    (name,) = chosen
+    assert name is not None  # `dense` takes any call
+    return name
+
+
 def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
-    config, layer_type = PRESETS[case.preset](), _LAYERS[case.layer]
-    axes = dict(case.mesh)
-    rows, heads = ("data" if "data" in axes else None), ("tensor" if "tensor" in axes else None)
-    implementation: str | Backend = case.implementation
-    mask_seconds = None
-    blocks = None if case.blocks is None else SplashBlocks(*case.blocks)
-    if implementation in ("splash", "splash_dynamic"):
-        require(("tokamax",), "tpu")
-    if implementation == "splash":
-        sharding = PartitionSpec(rows, None, heads) if case.mesh else None
-        implementation = Splash(blocks=blocks, sharding=sharding)
-        mask_seconds = _build_masks(implementation, case.length, config, layer_type, axes.get("tensor", 1))
-    elif implementation == "splash_dynamic":
-        implementation = SplashDynamic(blocks=blocks)
+    config, layer_type = read_model(case.preset, case.config), _LAYERS[case.layer]
+    splash, mask_seconds = _splash(case), None
+    if isinstance(splash, Splash):
+        shards = dict(case.mesh).get("tensor", 1) if splash.sharding else 1
+        mask_seconds = _build_masks(splash, case.length, config, layer_type, shards)
+    implementation = None if case.chosen else splash or case.implementation
     build = _core if case.what == "core" else _layer
-    function, args = build(case, config, layer_type, implementation, mesh, (rows, heads))
+    function, args = build(case, config, layer_type, implementation, mesh)
     report = compile_report(function, *args, mesh=mesh, compiler_options=dict(case.compiler_options))
     cost = (core_cost if case.what == "core" else layer_cost)(
         config,
@@ -60,7 +72,7 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     cycles = None
     if dump and report.verdict == "compiles":
         try:
-            cycles = _kernel_cycles(case, implementation, dump, config, layer_type)
+            cycles = _kernel_cycles(case, splash, dump, config, layer_type)
         except ValueError as error:
             report = dataclasses.replace(report, message=f"no cycles: {error}")
     target = TARGETS[case.target]
@@ -72,6 +84,25 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
         "roofline_seconds": least,
         "jax": jax.__version__,
     }
+
+
+def _splash(case: CompileCase) -> Splash | SplashDynamic | None:
+    """The case's Splash as it is configured; None for another implementation."""
+    if case.implementation not in ("splash", "splash_dynamic"):
+        return None
+    require(("tokamax",), "tpu")
+    blocks = None if case.blocks is None else SplashBlocks(*case.blocks)
+    if case.implementation == "splash_dynamic":
+        return SplashDynamic(blocks=blocks)
+    rows, heads = _axes(case)
+    # Of a choice nobody has said how its operands are sharded.
+    return Splash(blocks=blocks, sharding=PartitionSpec(rows, None, heads) if case.mesh and not case.chosen else None)
+
+
+def _axes(case: CompileCase) -> tuple[str | None, str | None]:
+    """The mesh axes of rows and of heads."""
+    names = dict(case.mesh)
+    return "data" if "data" in names else None, "tensor" if "tensor" in names else None
 
 
 def _build_masks(splash: Splash, length: int, config: AttentionConfig, layer_type: LayerType, shards: int) -> float:
@@ -87,34 +118,31 @@ def _build_masks(splash: Splash, length: int, config: AttentionConfig, layer_typ
 
 
 def _kernel_cycles(
-    case: CompileCase, implementation: str | Backend, dump: str, config: AttentionConfig, layer_type: LayerType
+    case: CompileCase,
+    splash: Splash | SplashDynamic | None,
+    dump: str,
+    config: AttentionConfig,
+    layer_type: LayerType,
 ) -> int | None:
     """None where there are no Splash kernels, or their tiles are data."""
-    if not case.has_cycles or not isinstance(implementation, Splash | SplashDynamic):
+    if not case.has_cycles or splash is None:
         return None
     axes = dict(case.mesh)
     batch, heads = case.batch // axes.get("data", 1), config.num_attention_heads // axes.get("tensor", 1)
     q = jax.ShapeDtypeStruct((batch, case.length, heads, config.head_dim), jnp.dtype(case.dtype))
     documents = Documents.unpacked(batch, case.length)
     visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
-    cycles = implementation.cycles(kernel_schedules(dump), q, visibility)
+    cycles = splash.cycles(kernel_schedules(dump), q, visibility)
     if cycles is None:
         raise ValueError("the compiler wrote down no schedule of a Splash kernel")
     return cycles
 
 
-Axes = tuple[str | None, str | None]
-
-
-def _core(
-    case: CompileCase,
-    config: AttentionConfig,
-    layer_type: LayerType,
-    implementation: str | Backend,
-    mesh: Mesh,
-    axes: Axes,
-) -> tuple[Callable[..., Any], list[Any]]:
-    rows, heads = axes
+def _operands(
+    case: CompileCase, config: AttentionConfig, layer_type: LayerType, mesh: Mesh | AbstractMesh
+) -> tuple[Visibility, Any, list[Any]]:
+    """Who sees what, the selected slots or None, and q, kv, entries and sinks: shapes of core attention's arguments."""
+    rows, heads = _axes(case)
     dim, dtype = config.head_dim, jnp.dtype(case.dtype)
     visibility = Visibility(
         Documents.unpacked(case.batch, case.length), config.sliding_window, config.compress_ratio(layer_type)
@@ -130,6 +158,17 @@ def _core(
     if layer_type is LayerType.CSA:
         chosen = min(config.index_topk, visibility.slots)
         indices = struct(case.batch, case.length, chosen, dtype=jnp.int32)
+    return visibility, indices, args
+
+
+def _core(
+    case: CompileCase,
+    config: AttentionConfig,
+    layer_type: LayerType,
+    implementation: str | Backend | None,
+    mesh: Mesh,
+) -> tuple[Callable[..., Any], list[Any]]:
+    visibility, indices, args = _operands(case, config, layer_type, mesh)
 
     def forward(indices: Any, *operands: Any) -> Any:
         q, kv, entries, sinks = operands
@@ -137,18 +176,17 @@ def _core(
             q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, implementation=implementation
         )
 
-    return _with_backward(case, forward, indices, args, q)
+    return _with_backward(case, forward, indices, args, args[0])
 
 
 def _layer(
     case: CompileCase,
     config: AttentionConfig,
     layer_type: LayerType,
-    implementation: str | Backend,
+    implementation: str | Backend | None,
     mesh: Mesh,
-    axes: Axes,
 ) -> tuple[Callable[..., Any], list[Any]]:
-    rows, heads = axes
+    rows, heads = _axes(case)
 
     def make() -> CompressedAttention:
         dtype = jnp.dtype(case.dtype)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foveal.cli.console import make_console, progress, short_name
+from foveal.cli.console import make_console, print_table, progress, short_name
 from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
-from foveal.cli.numbers import int_between
+from foveal.cli.numbers import TOKENS, int_between, tokens_between
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ FAIL (exit code 1), and draws who sees what in a packed row.
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal demo`."""
     summary = "run the three layer types on packed text and check them, on the CPU, in about a minute"
-    parser = subparsers.add_parser("demo", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    parser = subparsers.add_parser("demo", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     parser.add_argument(
         "paths",
         nargs="*",
@@ -40,12 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "(default: Foveal's own documents)",
     )
     numbers = (
-        ("--length", 512, 1, 1024, "tokens in a row; longer paragraphs are split"),
-        ("--rows", 2, 1, 16, "rows to fill at most; the rest of the text is left out"),
-        ("--seed", 0, 0, 2**31 - 1, "of parameters, embedding and loss"),
+        ("--length", 512, tokens_between(1, 1024), "tokens in a row; longer paragraphs are split"),
+        ("--rows", 2, int_between(1, 16), "rows to fill at most; the rest of the text is left out"),
+        ("--seed", 0, int_between(0, 2**31 - 1), "of parameters, embedding and loss"),
     )
-    for name, default, low, high, what in numbers:
-        kind = int_between(low, high)
+    for name, default, kind, what in numbers:
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument(
         "--output",
@@ -83,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
             )
             for kind in DEMO_CONFIG.layer_types
         ]
-    console.print(_table(reports, sample))
+    print_table(console, _table(reports, sample))
     console.print(f"Picture: {args.output}")
-    return _verdict(console, reports)
+    return _verdict(console, reports, sample)
 
 
 def _introduction(text: Text, pieces: Pieces, sample: Sample) -> str:
@@ -139,7 +138,7 @@ def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
         ("forward and backward, compiled, ms", [f"{r.milliseconds:.0f}" for r in reports]),
     )
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("layer")
+    table.add_column("")
     for report in reports:
         table.add_column(short_name(report.layer_type), justify="right", no_wrap=True, min_width=8)
     for label, cells in rows:
@@ -147,10 +146,17 @@ def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
     return table
 
 
-def _verdict(console: Console, reports: Sequence[LayerReport]) -> int:
+def _verdict(console: Console, reports: Sequence[LayerReport], sample: Sample) -> int:
+    from foveal.cli.layer import DEMO_CONFIG
     from foveal.testing.numerics import tolerance
 
     for report in reports:
+        if report.entries == 0:
+            console.print(
+                f"{short_name(report.layer_type)}: no entries to compare, as each is of "
+                f"{DEMO_CONFIG.compress_ratio(report.layer_type)} tokens and the longest document has "
+                f"{max(map(len, sample.hidden))}; only the windows were compared"
+            )
         if report.undecided:
             console.print(
                 f"{short_name(report.layer_type)}: queries left out of the comparison, since rounding decides between "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from foveal.extras import missing
+
 
 class CliError(Exception):
     """The user can put this right; the message, one line, says how. Ends in exit code 2."""
@@ -15,4 +17,4 @@ def require(modules: tuple[str, ...], extra: str) -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            raise CliError(f"{name} is missing: install foveal[{extra}]") from None
+            raise CliError(missing(name, extra)) from None

@@ -1,7 +1,4 @@
-"""`foveal`: the parser, and how every command ends.
-
-Exit codes: 0 all is well, 1 a check failed, 2 a mistake in the arguments or the set-up, 130 interrupted.
-"""
+"""`foveal`: the parser, and how every command ends."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import _thread
 import argparse
 import contextlib
 import io
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,10 +15,15 @@ import foveal
 from foveal.cli import cache, demo, verify
 from foveal.cli import compile as compile_command
 from foveal.cli.errors import CliError
+from foveal.cli.streams import OutputError, complain, guarded_output
 
 _COMMANDS = (demo, compile_command, cache, verify)
 """Modules with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that returns an exit
 code. They import what is slow or optional when run, not before."""
+
+_EXIT_CODES = """\
+Exit codes: 0 all is well, 1 a check failed, 2 a mistake in the arguments or the set-up, or output that cannot be
+written, 130 interrupted, 141 whoever read the output has left (as a shell has it of other programs)."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +32,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split())
         self.exit(2, f"{self.prog}: error: {line}; see {self.prog} --help\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own passes over what cannot be written.
+        if file is None or file is sys.stderr:
+            complain(message)
+        else:
+            file.write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,21 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a file name that the terminal cannot show is no reason to stop
             stream.reconfigure(errors="backslashreplace")
     try:
-        args = make_parser().parse_args(argv)
+        with guarded_output():
+            return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except OutputError as error:
+        if error.reader_left:
+            return 141
+        complain(f"foveal: error: {error}\n")
+        return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         with _interrupts_kept():
             return args.run(args)
     except CliError as error:
-        print(f"foveal {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"foveal {args.command}: error: {' '.join(str(error).split())}\n")
         return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read the output has left. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 @contextlib.contextmanager
@@ -91,12 +110,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="foveal",
         description="Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far.",
-        epilog="`foveal COMMAND --help` explains a command. "
-        "Exit codes: 0 all is well, 1 a check failed, 2 a mistake in the arguments or the set-up, 130 interrupted.",
+        epilog=f"`foveal COMMAND --help` explains a command. {_EXIT_CODES}",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"foveal {foveal.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)
     return parser

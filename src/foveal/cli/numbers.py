@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import decimal
+import re
 from collections.abc import Callable
+
+TOKENS = "numbers of tokens may be written as 4k (4096), 1M (1048576) or 1e6"
+"""What a command's help says of `tokens_between`."""
+
+_TOKENS = re.compile(r"(?P<number>\d+(\.\d*)?(e\+?\d{1,2})?)(?P<unit>[km]?)", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def int_between(low: int, high: int) -> Callable[[str], int]:
     """A parser of whole numbers for `argparse`."""
+    return _parser(low, high, "whole number", int)
 
+
+def tokens_between(low: int, high: int) -> Callable[[str], int]:
+    """A parser of numbers of tokens for `argparse`: as lengths of context are spelled, k is 1024 and M 1024 k."""
+    return _parser(low, high, "whole number of tokens", _tokens)
+
+
+def _parser(low: int, high: int, what: str, read: Callable[[str], int]) -> Callable[[str], int]:
     def parse(value: str) -> int:
         try:
-            number = int(value)
+            number = read(value)
         except ValueError:
             number = None
         if number is None or not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high}, got {value!r}")
+            raise argparse.ArgumentTypeError(f"expected a {what} from {low} to {high}, got {value!r}")
         return number
 
     return parse
+
+
+def _tokens(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        found = _TOKENS.fullmatch(value)
+    if not found:
+        raise ValueError(value)
+    number = decimal.Decimal(found["number"]) * _UNITS[found["unit"].lower()]
+    if number != int(number):
+        raise ValueError(value)
+    return int(number)

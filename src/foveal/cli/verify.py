@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foveal.checkpoint.files import CheckpointError, printable
-from foveal.cli.console import make_console, progress, short_name
+from foveal.cli.console import make_console, print_step, print_table, progress, short_name
 from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
-from foveal.cli.numbers import int_between
+from foveal.cli.numbers import TOKENS, int_between, tokens_between
 from foveal.cli.presets import PRESETS
 from foveal.config import AttentionConfig, LayerType
 from foveal.local_files import not_here
@@ -48,7 +48,7 @@ code 1 says that something disagrees.
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal verify`."""
     summary = "check a checkpoint's attention, and run it beside transformers'"
-    parser = subparsers.add_parser("verify", help=summary, description=_DESCRIPTION, allow_abbrev=False)
+    parser = subparsers.add_parser("verify", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
     add(
         "path",
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--preset", choices=tuple(PRESETS), help="whose sizes --random has (default: tiny)")
     layers = int_between(0, 1 << 16)
     add("--layer", type=layers, nargs="+", metavar="N", help="layers to look at, from 0 (default: all)")
-    tokens = int_between(1, _MOST_TOKENS)
+    tokens = tokens_between(1, _MOST_TOKENS)
     add("--tokens", type=tokens, metavar="N", help="hidden states to run on (default: enough for each layer type)")
     add(
         "--seed",
@@ -162,10 +162,12 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
             reports.append(_look_at(found, layer, peer, tokens, args.seed))
             complaints += reports[-1].complaints
             if args.json:
-                print(_json(dataclasses.asdict(reports[-1])))
+                print(_json(dataclasses.asdict(reports[-1])), flush=True)
+            else:
+                print_step(console, _step(reports[-1]))
     if not args.json:
-        console.print(_weights_table(reports))
-        console.print(_comparison_table(reports, name))
+        print_table(console, _weights_table(reports))
+        print_table(console, _comparison_table(reports, name))
     return _end(console, args, complaints, checkpoint=dataclasses.asdict(whole), compared_with=name, tokens=tokens)
 
 
@@ -282,11 +284,9 @@ def _of(expected: int | None) -> str:
     return " (expected: not known)" if expected is None else f" of {expected:,} expected"
 
 
-def _folding(table: Table) -> Table:
-    """In a narrow terminal, cells of more lines instead of fewer letters."""
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+def _step(report: LayerReport) -> str:
+    """A layer's verdict, while others are still to be looked at; why it disagrees comes last."""
+    return f"layer {report.layer}, {short_name(report.layer_type)}: {'disagrees' if report.complaints else 'agrees'}"
 
 
 def _weights_table(reports: list[LayerReport]) -> Table:
@@ -305,7 +305,7 @@ def _weights_table(reports: list[LayerReport]) -> Table:
             "no" if found.not_finite else "yes",
             *(f"{low:.2g} to {high:.2g}" for low, high in (found.kernels, found.norms, found.sinks)),
         )
-    return _folding(table)
+    return table
 
 
 def _comparison_table(reports: list[LayerReport], name: str) -> Table:
@@ -322,7 +322,7 @@ def _comparison_table(reports: list[LayerReport], name: str) -> Table:
                 "" if found.same_entries is None else f"{found.same_entries:.1%}",
                 "no" if found.complaints else "yes",
             )
-    return _folding(table)
+    return table
 
 
 def _json(value: Any) -> str:

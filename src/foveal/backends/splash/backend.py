@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
+from foveal.extras import missing
 from foveal.geometry import Visibility
 from foveal.schedule import KernelSchedule
 from foveal.typing import Array
@@ -39,7 +40,7 @@ class _SplashBackend(Backend):
     def refusal(self, request: AttentionRequest) -> str | None:
         """What keeps any Splash kernel from running."""
         if importlib.util.find_spec("tokamax") is None:
-            return "Tokamax is not installed (pip install 'foveal[tpu]')"
+            return missing("tokamax", "tpu")
         if request.platform != "tpu" and not self.interpret:
             return f"its kernels run on TPUs, not on {request.platform}"
         if request.q.dtype not in (jnp.float32, jnp.bfloat16):

@@ -354,10 +354,10 @@ def on(mesh, spec, *arrays):
     ],
 )
 def test_a_layer_trains(kind, spec, layer_type):
-    x, ids = on(mesh_of(kind), spec, *hidden_states())
-    with jax.set_mesh(mesh_of(kind)):
-        gradients, d_x = jax.jit(train)(layer_of(layer_type), x, ids, x)
     (want, want_x), _ = layer_on_one_device(layer_type)
+    layer, (x, ids) = layer_of(layer_type), on(mesh_of(kind), spec, *hidden_states())
+    with jax.set_mesh(mesh_of(kind)):
+        gradients, d_x = jax.jit(train)(layer, x, ids, x)
     assert_same((jax.tree.leaves(gradients), d_x), (jax.tree.leaves(want), want_x))
     assert explicit_spec(d_x) == P(*spec, *[None] * (3 - len(spec)))
 

@@ -3,10 +3,14 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import pathlib
 import subprocess
+import sys
 
 import pytest
 
+import foveal
 from foveal.backends.splash.kernel import CAN_STACK_HEADS
 from foveal.cli import compile as command
 from foveal.cli import compile_case
@@ -106,8 +110,13 @@ def test_without_a_name_the_choice_is_compiled_and_named(asked, capsys, monkeypa
     assert all(case.chosen == (case is not asked[3]) for case in asked)
 
 
-def test_the_choice_for_selected_entries_compiles(capsys):
-    (row,) = rows_of(capsys, *TINY, "--layer", "csa", "--seq", "64")
+def test_the_choice_for_selected_entries_compiles_and_no_tpu_is_looked_for():
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = str(pathlib.Path(foveal.__file__).parents[1])
+    line = [sys.executable, "-m", "foveal", *TINY, "--layer", "csa", "--seq", "64", "--json"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    row = json.loads(done.stdout)
     assert (row["implementation"], row["chosen"], row["verdict"]) == ("chunked", True, "compiles")
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from foveal.aot import TARGETS
 from foveal.cli.console import make_console, print_step, print_table, progress
+from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import TOKENS, int_between, tokens_between
 from foveal.cli.presets import add_model, preset_of, read_model
@@ -193,6 +194,7 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
 def _with_choice(case: CompileCase) -> CompileCase:
     from foveal.cli.compile_case import chosen_implementation
 
+    use_cpu()  # or JAX, which needs some device, would look for a TPU and complain
     return dataclasses.replace(case, implementation=chosen_implementation(case), chosen=True)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from foveal.checks import as_integers
 from foveal.typing import Array, Bool, Int, Int32
 
 
@@ -190,27 +190,6 @@ def _check_alignment(starts: np.ndarray, alignment: int) -> None:
             f"alignment: expected every document to start at a multiple of {alignment}, "
             f"got one that starts at row {broken[0]}"
         )
-
-
-def as_integers(
-    name: str, values: Array | np.ndarray, *, ndims: tuple[int, ...]
-) -> tuple[Int32[Array, "..."], np.ndarray | None]:
-    """`values` as int32, and on the host where they are concrete; or a ValueError that says what is wrong with them.
-
-    The host copy is taken before JAX sees the values: within a trace even constants become tracers.
-    """
-    concrete = None if isinstance(values, Tracer) else np.asarray(values)
-    shape, dtype = (values.shape, values.dtype) if concrete is None else (concrete.shape, concrete.dtype)
-    if len(shape) not in ndims:
-        raise ValueError(f"{name}: expected rank {' or '.join(map(str, ndims))}, got shape {shape}")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {dtype}")
-    if concrete is None:
-        return jnp.asarray(values).astype(jnp.int32), None
-    limits = np.iinfo(np.int32)
-    _require(concrete, name, lambda a: not a.size or limits.min <= a.min() <= a.max() <= limits.max, "int32 values")
-    concrete = concrete.astype(np.int32)
-    return jnp.asarray(concrete), concrete
 
 
 def _require(values: np.ndarray | None, name: str, holds: Callable[[np.ndarray], bool], expected: str) -> None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.geometry.documents import Documents, as_integers
+from foveal.checks import as_integers
+from foveal.geometry.documents import Documents
 from foveal.typing import Array, Int, Int32, Shaped
 
 

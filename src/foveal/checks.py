@@ -1,0 +1,251 @@
+"""One rule for what an argument must be: each check gives the argument in its plain form, or raises a ValueError.
+
+Messages read "name: expected ..., got ..." and tell an array's dtype and shape, never its values. Shapes and dtypes are
+checked always, values where they are concrete. JAX is imported by the functions that take arrays, so that
+`foveal.config` needs none.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from foveal.typing import Array, Bool, DTypeLike, Int32, Precision
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Names of the dtypes that floats may have."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def described(value: object) -> str:
+    """What an error message says that it got: an array's dtype and shape, else a short repr."""
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} of shape {value.shape}"  # pyright: ignore[reportAttributeAccessIssue]
+    return _SHORT.repr(value)
+
+
+def as_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
+    """Python's or NumPy's int as Python's. A bool is none: to Python it is, but `o_groups=True` is a mistake."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
+        number = int(value)
+        if (minimum is None or number >= minimum) and (maximum is None or number <= maximum):
+            return number
+    bounds = [f">= {minimum}"] * (minimum is not None) + [f"<= {maximum}"] * (maximum is not None)
+    raise ValueError(f"{name}: expected {' '.join(['an int', ' and '.join(bounds)]).strip()}, got {described(value)}")
+
+
+def as_float(
+    name: str, value: object, bound: str = "", minimum: float = -math.inf, *, inclusive: bool = False
+) -> float:
+    """A finite real number above `minimum`, or at it if `inclusive`; `bound` says so in the message."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:  # an int beyond every float
+            number = math.inf
+        if math.isfinite(number) and (number > minimum or (inclusive and number == minimum)):
+            return number
+    raise ValueError(f"{name}: expected {f'a finite number {bound}'.strip()}, got {described(value)}")
+
+
+def as_scale(scale: object, dim: int) -> float:
+    """The factor of the logits: a finite number, or `dim` ** -0.5 for None."""
+    return dim**-0.5 if scale is None else as_float("scale", scale)
+
+
+def as_bool(name: str, value: object) -> bool:
+    """Python's or NumPy's bool as Python's."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise ValueError(f"{name}: expected a bool, got {described(value)}")
+
+
+def as_dtype(name: str, dtype: DTypeLike) -> np.dtype:
+    """One of the dtypes in `FLOATS`."""
+    import jax.numpy as jnp
+
+    try:
+        # NumPy takes None for float64, and Python's float, which is JAX's default float.
+        known = None if dtype is None else jnp.result_type(float) if dtype is float else jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.name not in FLOATS:
+        raise ValueError(f"{name}: expected one of {', '.join(FLOATS)}, got {described(dtype)}")
+    return known
+
+
+def as_precision(precision: Precision) -> Precision:
+    """What `jax.lax.dot_general` takes as `precision`, unchanged."""
+    import jax
+
+    def known(value: Any) -> bool:
+        if isinstance(value, jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+            return True
+        try:
+            jax.lax.Precision(value)
+        except (ValueError, TypeError):
+            return value in jax.lax.DotAlgorithmPreset.__members__ if isinstance(value, str) else False
+        return isinstance(value, str)
+
+    pair = isinstance(precision, tuple) and len(precision) == 2 and all(map(known, precision))
+    if precision is None or known(precision) or pair:
+        return precision
+    names = "default, high, highest or a jax.lax.Precision"
+    raise ValueError(f"precision: expected None, {names}, got {described(precision)}")
+
+
+def as_array(name: str, value: object, axes: str, sizes: tuple[int | None, ...] = (), *, kind: str = "floats") -> Any:
+    """An array, a tracer or a `jax.ShapeDtypeStruct` of the wanted shape and dtype; NumPy's become JAX's.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        axes: a letter an axis, "B S E"; "B S *" leaves it open how many more there are.
+        sizes: the size of each axis, from the first on; None for any.
+        kind: "floats" (`FLOATS`), "integers" or "bools".
+    """
+    letters = axes.split()
+    given = [size if size is not None else letter for letter, size in zip(letters, sizes, strict=False)]
+    wanted = f"{kind} [{', '.join('...' if a == '*' else a for a in letters)}]"
+    if given and any(size is not None for size in sizes):
+        wanted += f" = ({', '.join(map(str, [*given, *letters[len(given) :]]))}{',' * (len(letters) == 1)})"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        hint = "; convert it, as by jnp.asarray" if isinstance(value, list | tuple) else ""
+        raise ValueError(f"{name}: expected {wanted}, got {_kind_of(value)}{hint}")
+    fits = len(shape) >= len(letters) - 1 if letters[-1:] == ["*"] else len(shape) == len(letters)
+    fits = fits and all(size is None or size == n for size, n in zip(sizes, shape, strict=False))
+    if not fits or not _is(kind, dtype):
+        raise ValueError(f"{name}: expected {wanted}, got {described(value)}")
+    return _as_jax(value)
+
+
+def as_indices(name: str, value: object, rows: tuple[int, int]) -> Any:
+    """Integers [B, S, K]: slots for each of the (B, S) queries."""
+    return as_array(name, value, "B S K", rows, kind="integers")
+
+
+def same_shape(name: str, array: Any, other_name: str, other: Any) -> None:
+    """Raises ValueError unless both arrays have one shape."""
+    if array.shape != other.shape:
+        raise ValueError(f"{name}: expected {other_name}'s shape {other.shape}, got {array.shape}")
+
+
+def same_dtype(name: str, array: Any, other_name: str, other: Any) -> None:
+    """Raises ValueError unless both arrays have one dtype."""
+    if array.dtype != other.dtype:
+        raise ValueError(f"{name}: expected {other_name}'s dtype {other.dtype}, got {array.dtype}")
+
+
+def as_integers(name: str, values: Any, *, ndims: tuple[int, ...]) -> tuple[Int32[Array, "..."], np.ndarray | None]:
+    """Integers, an array's or in a sequence, as int32, and on the host where they are concrete.
+
+    Traced ones beyond int32 end up at its ends. The host copy is taken before JAX sees the values: within a trace even
+    constants become tracers.
+    """
+    import jax.numpy as jnp
+
+    values, concrete = _few(name, values, "integers")
+    if len(values.shape) not in ndims:
+        raise ValueError(f"{name}: expected rank {' or '.join(map(str, ndims))}, got shape {values.shape}")
+    limits = np.iinfo(np.int32)
+    if concrete is None:
+        from foveal.typing import narrowed
+
+        return narrowed(values, limits.min, limits.max), None
+    require(name, concrete, lambda a: (limits.min <= a) & (a <= limits.max), "int32 values")
+    concrete = concrete.astype(np.int32)
+    return jnp.asarray(concrete), concrete
+
+
+def as_lengths(
+    name: str, values: Any, batch: int | None, *, or_one: bool = False
+) -> tuple[Int32[Array, " B"], np.ndarray | None]:
+    """Integers [B], of an array or a sequence, as `as_integers` gives them.
+
+    Args:
+        name: of the argument.
+        values: what came.
+        batch: B; None for any.
+        or_one: take one integer for all rows too, which stays without an axis.
+    """
+    values, _ = _few(name, values, "integers")
+    if not (or_one and values.ndim == 0) and (values.ndim != 1 or batch not in (None, *values.shape)):
+        size = "" if batch is None else f" = {(batch,)}"
+        wanted = "an integer or integers" if or_one else "integers"
+        raise ValueError(f"{name}: expected {wanted} [B]{size}, got shape {values.shape}")
+    return as_integers(name, values, ndims=(0, 1))
+
+
+def as_flags(name: str, values: object, batch: int) -> Bool[Array, " B"]:
+    """Bools [B], of an array or a sequence."""
+    import jax.numpy as jnp
+
+    flags, _ = _few(name, values, "bools")
+    if flags.shape != (batch,):
+        raise ValueError(f"{name}: expected bools [B] = {(batch,)}, got shape {flags.shape}")
+    return jnp.asarray(flags)
+
+
+def require(
+    name: str, values: np.ndarray | None, holds: Callable[[np.ndarray], np.ndarray | bool], expected: str
+) -> None:
+    """Raises ValueError with the first of the concrete values for which `holds` gives False; traced ones are None."""
+    if values is None:
+        return
+    broken = np.argwhere(np.broadcast_to(~np.asarray(holds(values), bool), values.shape))
+    if len(broken):
+        index = tuple(broken[0].tolist())
+        where = f" at {index[0] if len(index) == 1 else index}" if index else ""
+        raise ValueError(f"{name}: expected {expected}, got {values[index]}{where}")
+
+
+def _few(name: str, given: Any, kind: str) -> tuple[Any, np.ndarray | None]:
+    """Integers or bools, traced or NumPy's, and the latter again: of an array, a sequence or a number."""
+    import jax
+    import jax.numpy as jnp
+    from jax.core import Tracer
+
+    values, mixed = given, False
+    if isinstance(given, list | tuple):
+        leaves = jax.tree.leaves(given)
+        mixed = kind == "integers" and any(isinstance(leaf, bool) for leaf in leaves)  # to NumPy [True, 2] is integers
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            values = jnp.asarray(given)
+    try:
+        values = values if isinstance(values, Tracer) else np.asarray(values)
+        if values.size == 0 and isinstance(given, list | tuple):  # an empty list has no dtype
+            values = np.zeros(values.shape, np.int32 if kind == "integers" else bool)
+    except (ValueError, TypeError):  # ragged, or no array at all
+        values = np.asarray(None)
+    if mixed or not _is(kind, values.dtype):
+        raise ValueError(f"{name}: expected {kind}, got {described(given)}")
+    return values, None if isinstance(values, Tracer) else values
+
+
+def _is(kind: str, dtype: Any) -> bool:
+    import jax.numpy as jnp
+
+    if kind == "floats":
+        return str(dtype) in FLOATS
+    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.integer if kind == "integers" else jnp.bool_)
+
+
+def _kind_of(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _as_jax(value: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.asarray(value) if isinstance(value, np.ndarray) or hasattr(value, "__jax_array__") else value

@@ -295,6 +295,10 @@ def test_any_integer_dtype_gives_int32(dtype, x64, unchecked_annotations):
 IDS = np.ones((1, 4), np.int32)
 
 
+def zeros(**facts) -> Documents:
+    return Documents(document_start=jnp.zeros((1, 4), jnp.int32), **facts)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -320,8 +324,8 @@ IDS = np.ones((1, 4), np.int32)
         (lambda: Documents.from_lengths(np.array([[3, 2]]), 4), "lengths: expected at most 4 rows in all"),
         # Wraps to 3 where the sum is kept in 32 bits.
         (lambda: Documents.from_lengths(np.array([[2**30] * 4 + [3]], np.int32), 4), "lengths: expected at most 4"),
-        (lambda: Documents(jnp.zeros((1, 4), jnp.int32), alignment=1.5), "alignment: expected an int >= 0, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: Documents(jnp.zeros((1, 4), jnp.int32), alignment=True), "alignment: expected an int >= 0, got True"),
+        (lambda: zeros(alignment=1.5), "alignment: expected an int >= 0, got 1.5"),
+        (lambda: zeros(alignment=True), "alignment: expected an int >= 0, got True"),
         (lambda: Documents.from_segment_ids(IDS, alignment=-1), "alignment: expected an int >= 0, got -1"),
         (lambda: Documents.from_cu_seqlens(np.array([0, 4]), 4, alignment=True), "alignment: expected an int >= 0"),
         (lambda: Documents.from_lengths(np.array([4]), 4, alignment=-4), "alignment: expected an int >= 0, got -4"),

@@ -34,13 +34,13 @@ def shaped(*shape, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("x", "kwargs", "message"),
     [
-        (shaped(9, 64), {}, "x: expected [B, S, 64], got shape (9, 64)"),
-        (shaped(1, 2, 9, 64), {}, "x: expected [B, S, 64], got shape (1, 2, 9, 64)"),
-        (shaped(2, 9, 63), {}, "x: expected [B, S, 64], got shape (2, 9, 63)"),
-        (shaped(2, 64, 9), {}, "x: expected [B, S, 64], got shape (2, 64, 9)"),
-        (shaped(2, 9, 64, dtype=jnp.int32), {}, "x: expected a floating dtype, got int32"),
-        (shaped(2, 9, 64, dtype=bool), {}, "x: expected a floating dtype, got bool"),
-        (X, {"segment_ids": IDS[0]}, "segment_ids: expected [B, S] = (2, 9), got shape (9,)"),
+        (shaped(9, 64), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (9, 64)"),
+        (shaped(1, 2, 9, 64), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (1, 2, "),
+        (shaped(2, 9, 63), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (2, 9, 63)"),
+        (shaped(2, 64, 9), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (2, 64, 9)"),
+        (shaped(2, 9, 64, dtype=jnp.int32), {}, "x: expected floats [B, S, E] = (B, S, 64), got int32 of shape"),
+        (shaped(2, 9, 64, dtype=bool), {}, "x: expected floats [B, S, E] = (B, S, 64), got bool of shape"),
+        (X, {"segment_ids": IDS[0]}, "segment_ids: expected rank 2, got shape (9,)"),
         (X, {"segment_ids": IDS.T}, "segment_ids: expected [B, S] = (2, 9), got shape (9, 2)"),
         (X, {"segment_ids": IDS[:1]}, "segment_ids: expected [B, S] = (2, 9), got shape (1, 9)"),
         (X, {"segment_ids": IDS[:, :8]}, "segment_ids: expected [B, S] = (2, 9), got shape (2, 8)"),
@@ -63,15 +63,17 @@ def test_bad_calls_are_refused_by_name(layer, x, kwargs, message):
 @pytest.mark.parametrize("call", [lambda f, x: f(jnp.zeros(x.shape, x.dtype)), jax.eval_shape], ids=["eager", "traced"])
 def test_negative_ids_are_refused_where_they_are_concrete(layer, call):
     """Also where only x is traced, as in a jitted function that closes over its documents."""
-    with pytest.raises(ValueError, match=re.escape("segment_ids: expected no negative id (0 is padding), got [[-1")):
+    with pytest.raises(
+        ValueError, match=re.escape("segment_ids: expected no negative id (0 is padding), got -1 at (0, 0)")
+    ):
         call(lambda x: layer(x, -IDS), X)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("segment_ids", IDS.tolist()), ("documents", IDS), ("segment_ids", Documents.unpacked(2, 9))]
+    ("name", "value"), [("segment_ids", "packed"), ("documents", IDS), ("segment_ids", Documents.unpacked(2, 9))]
 )
 def test_the_wrong_kind_of_thing_is_refused_by_name(layer, name, value):
-    """Segment ids where prepared documents belong, and the other way round, and a list."""
+    """Segment ids where prepared documents belong, and the other way round, and a word."""
     with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
         jax.eval_shape(lambda x: layer(x, **{name: value}), X)
 

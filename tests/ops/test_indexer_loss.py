@@ -353,7 +353,7 @@ def test_no_array_has_queries_times_entries(top_k):
         ({"q": np.zeros((B, S + 1, H, D), np.float32)}, "q: expected"),
         ({"index_q": np.zeros((B, S, J), np.float32)}, "index_q: expected"),
         ({"indices": np.zeros((B, S + 1, 3), np.int32)}, "indices: expected"),
-        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected an integer dtype"),
+        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected integers"),
     ],
 )
 def test_mistakes_are_named(changed, complaint, monkeypatch):

@@ -359,7 +359,7 @@ def largest_array(length: int, *, block_size: int | None, heads: int = 8, dim: i
     """Elements of the largest array of a call with `length` rows, by tracing alone."""
 
     def run(q, weights, keys, start):
-        visibility = Visibility(Documents(start), 128, ratio)
+        visibility = Visibility(Documents(document_start=start), 128, ratio)
         return select_entries(q, weights, keys, visibility=visibility, top_k=16, block_size=block_size)
 
     slots = length // ratio

@@ -71,6 +71,14 @@ def as_bool(name: str, value: object) -> bool:
     raise ValueError(f"{name}: expected a bool, got {described(value)}")
 
 
+def as_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """One of some words."""
+    if isinstance(value, str) and value in choices:
+        return value
+    words = " or ".join(f'"{choice}"' for choice in choices)
+    raise ValueError(f"{name}: expected {words}, got {described(value)}")
+
+
 def as_dtype(name: str, dtype: DTypeLike) -> Any:
     """One of `jax.numpy`'s scalar types, whatever the dtype was spelled like: modules of one dtype have one graph."""
     import jax

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
-from foveal.checks import as_array, described
+from foveal.checks import as_array, as_choice, described
 from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout, as_documents
 from foveal.nn.grouped_linear import GroupedLinear
@@ -177,6 +177,7 @@ class CompressedAttention(nnx.Module):
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
             NotImplementedError: the implementation cannot do this.
         """
+        select = as_choice("select", select, ("top_k", "all"))
         made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
         out, lse = self._attend(made, implementation)
         result = self.output(out, made.table)
@@ -238,7 +239,7 @@ class CompressedAttention(nnx.Module):
         self, x: Array, segment_ids: Any, documents: Documents | None, select: str, *, index: bool
     ) -> _Activations:
         """All that attention takes; with `index` and in a CSA layer also what the indexer scores with."""
-        documents = self._documents(x, segment_ids, documents, select)
+        documents = self._documents(x, segment_ids, documents)
         x, q_residual, q, kv, table = self.project(x, documents)
         ratio = self.config.compress_ratio(self.layer_type)
         visibility = Visibility(documents, self.config.sliding_window, ratio)
@@ -361,11 +362,9 @@ class CompressedAttention(nnx.Module):
             implementation=implementation,
         )
 
-    def _documents(self, x: Array, segment_ids: Any, documents: Documents | None, select: str) -> Documents:
+    def _documents(self, x: Array, segment_ids: Any, documents: Documents | None) -> Documents:
         """Checks the call's arguments and says where documents begin."""
         self.check_hidden_states(x)
-        if select not in ("top_k", "all"):
-            raise ValueError(f'select: expected "top_k" or "all", got {described(select)}')
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")

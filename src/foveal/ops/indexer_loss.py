@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.program import varying
-from foveal.checks import as_array, as_indices, as_precision, as_scale, described
+from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
 from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher
 from foveal.typing import Array, Float, Float32, Int, Precision
@@ -81,8 +81,7 @@ def indexer_loss(
     Raises:
         ValueError: arguments that do not fit each other, or an unknown denominator.
     """
-    if denominator not in ("all", "entries"):
-        raise ValueError(f'denominator: expected "all" or "entries", got {described(denominator)}')
+    as_choice("denominator", denominator, ("all", "entries"))
     visibility = as_visibility(visibility)
     rows, slots = visibility.documents.shape, visibility.slots
     index_q = as_array("index_q", index_q, "B S I J", rows)

@@ -177,7 +177,7 @@ class CompressedAttention(nnx.Module):
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
             NotImplementedError: the implementation cannot do this.
         """
-        select = as_choice("select", select, ("top_k", "all"))
+        as_choice("select", select, ("top_k", "all"))
         made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
         out, lse = self._attend(made, implementation)
         result = self.output(out, made.table)

@@ -212,7 +212,7 @@ def test_lengths_of_the_next_tokens_are_refused_by_name():
         with pytest.raises(ValueError, match=r"^lengths: expected .*got "):
             layer.prefill(cache, floats(B, S, E), lengths)
     short = foveal.AttentionCache.init(CONFIG, LayerType.CSA, batch=B, capacity=6)
-    with pytest.raises(ValueError, match=re.escape("room for, 6 tokens with those it holds, got 7 at 1")):
+    with pytest.raises(ValueError, match=re.escape("what the cache has room for, 6 of 6, got 7 at 1")):
         layer.decode(short, floats(B, S, E), [6, 7])
 
 

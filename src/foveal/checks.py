@@ -199,7 +199,7 @@ def as_lengths(
     if not (or_one and counts.ndim == 0) and (counts.ndim != 1 or batch not in (None, *counts.shape)):
         size = "" if batch is None else f" = {(batch,)}"
         wanted = "an integer or integers" if or_one else "integers"
-        raise ValueError(f"{name}: expected {wanted} [B]{size}, got shape {counts.shape}")
+        raise ValueError(f"{name}: expected {wanted} [B]{size}, got {described(values)}")
     return counts, concrete
 
 

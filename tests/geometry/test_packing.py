@@ -224,7 +224,10 @@ def test_traced_lengths_beyond_what_there_is_reach_into_no_other_row():
             lambda x: jax.jit(lambda e: unpack(x, e))(np.array([0, 2])),
             r"^max_length: expected an int >= 0 where cu_seq",
         ),
-        (lambda x: left_aligned(x, np.array([0] * 5)), r"^lengths: expected integers \[B\] = \(6,\), got shape \(5,\)"),
+        (
+            lambda x: left_aligned(x, np.array([0] * 5)),
+            r"^lengths: expected integers \[B\] = \(6,\), got int64 of shape \(5,\)",
+        ),
         (lambda x: left_aligned(x, np.array([0] * 5 + [3])), r"^lengths: expected 0 to 2"),
         (lambda x: left_aligned(x, np.zeros(6)), r"^lengths: expected integers"),
         (lambda x: left_aligned(x[:, 0], np.zeros(6, int)), r"^x: expected \[B, S, ...\]"),

@@ -125,3 +125,23 @@ def test_non_finite_sinks(pure_layer, problem):
     np.testing.assert_array_equal(run(*[np.inf] * 4)[0], 0.0)
     np.testing.assert_allclose(run(*[-np.inf] * 4)[0], run(*[-1e4] * 4)[0], rtol=1e-6, atol=1e-6)
     assert np.abs(run(*[-np.inf] * 4)[0] - run(*[0.0] * 4)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("given", [np.ndarray.tolist, lambda a: tuple(map(tuple, a.tolist())), jnp.asarray])
+def test_lists_of_segment_ids_say_what_arrays_say(layer, given):
+    assert_same_program(lambda x: layer(x, given(IDS)), lambda x: layer(x, IDS))
+
+
+@pytest.mark.parametrize("given", [np.ndarray.tolist, lambda a: tuple(a.tolist()), jnp.asarray, lambda a: list(a)])
+def test_lists_of_lengths_say_what_arrays_say(layer, given):
+    cache, lengths = layer.init_cache(2, 20), np.array([9, 3])
+    for call in (layer.prefill, layer.decode):
+        assert_same_program(lambda x, c=call: c(cache, x, given(lengths)), lambda x, c=call: c(cache, x, lengths))
+
+
+def assert_same_program(call, expected):
+    """The same operations on the same constants, by tracing alone."""
+    made, wanted = (jax.make_jaxpr(function)(X) for function in (call, expected))
+    assert str(made) == str(wanted)
+    for constant, other in zip(made.consts, wanted.consts, strict=True):
+        np.testing.assert_array_equal(constant, other)

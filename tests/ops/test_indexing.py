@@ -416,7 +416,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(without_type_checks, case, j
     def call(*args):
         return select_entries(*args, visibility=visibility, top_k=3)
 
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, got shape"):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got float32 of shape"):
         (jax.jit(call) if jitted else call)(*(jnp.zeros(shape) for shape in (GOOD | changes).values()))
 
 

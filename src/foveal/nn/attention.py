@@ -295,7 +295,8 @@ class CompressedAttention(nnx.Module):
         Args:
             cache: what came before; not changed, but its memory may be donated.
             x: hidden states, [B, T, E], right-padded.
-            lengths: integers [B], how many of the T each row has, 0 for a row that has none; all by default.
+            lengths: integers [B] in an array or a sequence, how many of the T each row has, 0 for a row that has none;
+                all by default.
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:

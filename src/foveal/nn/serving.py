@@ -92,8 +92,9 @@ def _counts(
     require("lengths", values, lambda a: (a >= 0) & (a <= size), f"0 to {size}, the tokens of x")
     held = None if values is None else on_host(cache.lengths)
     if values is not None and held is not None:
-        room = f"at most what the cache has room for, {cache.capacity} tokens with those it holds"
-        require("lengths", values, lambda a: held + a <= cache.capacity, room)
+        room = cache.capacity - held
+        most = f"{room[int((values > room).argmax())]} of {cache.capacity}" if room.size else "none"
+        require("lengths", values, lambda a: a <= room, f"at most what the cache has room for, {most}")
     return jnp.minimum(narrowed(counts, 0, size), cache.capacity - cache.lengths)
 
 

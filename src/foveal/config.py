@@ -7,42 +7,32 @@ technical report (arXiv 2606.19348) and of the released `config.json` files. Thi
 
 import dataclasses
 import enum
-import math
-import numbers
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from foveal.checks import as_float, as_int, described
+
 
 class LayerType(enum.StrEnum):
-    """What a layer attends to beyond its sliding window. The values are the names transformers uses."""
+    """What a layer attends to beyond its sliding window. The values are the names transformers uses.
+
+    Wherever a layer type is taken, "sliding", "csa" and "hca" stand for them; upper and lower case are the same.
+    """
 
     SLIDING = "sliding_attention"
     CSA = "compressed_sparse_attention"
     HCA = "heavily_compressed_attention"
 
-
-_LAYER_TYPE_NAMES = ", ".join(repr(str(known)) for known in LayerType)
-
-
-def _as_int(name: str, value: object, minimum: int | None = None) -> int:
-    # bool is an int to Python; `o_groups=True` is a mistake all the same.
-    if (
-        not isinstance(value, bool)
-        and isinstance(value, numbers.Integral)
-        and (minimum is None or int(value) >= minimum)
-    ):
-        return int(value)
-    bound = "" if minimum is None else f" >= {minimum}"
-    raise ValueError(f"{name}: expected an int{bound}, got {value!r}")
+    @classmethod
+    def _missing_(cls, value: object) -> "LayerType | None":
+        name = value.lower() if isinstance(value, str) else None
+        return next((known for known in cls if name in (known.value, known.name.lower())), None)
 
 
-def _as_float(name: str, value: object, bound: str, minimum: float, *, inclusive: bool = False) -> float:
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value):
-        number = float(value)
-        if number > minimum or (inclusive and number == minimum):
-            return number
-    raise ValueError(f"{name}: expected a finite number {bound}, got {value!r}")
+_LAYER_TYPE_NAMES = (
+    f"{', '.join(repr(str(known)) for known in LayerType)} (or {', '.join(known.name.lower() for known in LayerType)})"
+)
 
 
 def as_layer_type(name: str, value: object) -> LayerType:
@@ -50,12 +40,12 @@ def as_layer_type(name: str, value: object) -> LayerType:
     try:
         return LayerType(value)  # pyright: ignore[reportArgumentType]  (an unknown value is the point)
     except ValueError:
-        raise ValueError(f"{name}: expected one of {_LAYER_TYPE_NAMES}, got {value!r}") from None
+        raise ValueError(f"{name}: expected one of {_LAYER_TYPE_NAMES}, got {described(value)}") from None
 
 
 def _as_layer_types(name: str, values: object) -> tuple[LayerType, ...]:
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}: expected a sequence with one layer type per layer, got {values!r}")
+        raise ValueError(f"{name}: expected a sequence with one layer type per layer, got {described(values)}")
     layer_types = tuple(as_layer_type(f"{name}[{index}]", value) for index, value in enumerate(values))
     if not layer_types:
         raise ValueError(f"{name}: expected at least one layer type, got none; known ones are {_LAYER_TYPE_NAMES}")
@@ -86,12 +76,12 @@ class YarnConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges; make the numbers plain `float` and `int`."""
-        length = _as_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-        object.__setattr__(self, "factor", _as_float("factor", self.factor, ">= 1", 1.0, inclusive=True))
+        length = as_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        object.__setattr__(self, "factor", as_float("factor", self.factor, ">= 1", 1.0, inclusive=True))
         object.__setattr__(self, "original_max_position_embeddings", length)
-        object.__setattr__(self, "beta_slow", _as_float("beta_slow", self.beta_slow, "> 0", 0.0))
+        object.__setattr__(self, "beta_slow", as_float("beta_slow", self.beta_slow, "> 0", 0.0))
         bound = f"> beta_slow = {self.beta_slow}"
-        object.__setattr__(self, "beta_fast", _as_float("beta_fast", self.beta_fast, bound, self.beta_slow))
+        object.__setattr__(self, "beta_fast", as_float("beta_fast", self.beta_fast, bound, self.beta_slow))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +103,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges; make `theta` a plain `float`."""
-        object.__setattr__(self, "theta", _as_float("theta", self.theta, "> 1", 1.0))
+        object.__setattr__(self, "theta", as_float("theta", self.theta, "> 1", 1.0))
         if self.yarn is not None and not isinstance(self.yarn, YarnConfig):
-            raise ValueError(f"yarn: expected a YarnConfig or None, got {self.yarn!r}")
+            raise ValueError(f"yarn: expected a YarnConfig or None, got {described(self.yarn)}")
 
 
 # What the Flash and Pro releases share.
@@ -148,7 +138,7 @@ class AttentionConfig:
         o_groups: groups of the output projection; divides `num_attention_heads`.
         o_lora_rank: width of each group's output bottleneck.
         sliding_window: raw keys W that a query sees, itself included.
-        layer_types: one per layer; strings with the values of `LayerType` are accepted, and any sequence.
+        layer_types: one per layer; strings that name a `LayerType` are accepted, and any sequence.
         csa_ratio: tokens m that one entry of a CSA layer adds (4 in the releases).
         hca_ratio: tokens m that one entry of an HCA layer summarises (128 in the releases).
         index_n_heads: indexer heads I.
@@ -188,15 +178,15 @@ class AttentionConfig:
         """Check every field; make `layer_types` a tuple of `LayerType` and the numbers plain `int` and `float`."""
         for field in dataclasses.fields(self):
             if field.type is int:
-                object.__setattr__(self, field.name, _as_int(field.name, getattr(self, field.name), 1))
+                object.__setattr__(self, field.name, as_int(field.name, getattr(self, field.name), 1))
         object.__setattr__(self, "layer_types", _as_layer_types("layer_types", self.layer_types))
-        eps = _as_float("rms_norm_eps", self.rms_norm_eps, "> 0", 0.0)
-        std = _as_float("initializer_range", self.initializer_range, ">= 0", 0.0, inclusive=True)
+        eps = as_float("rms_norm_eps", self.rms_norm_eps, "> 0", 0.0)
+        std = as_float("initializer_range", self.initializer_range, ">= 0", 0.0, inclusive=True)
         object.__setattr__(self, "rms_norm_eps", eps)
         object.__setattr__(self, "initializer_range", std)
         for name in ("rope", "compress_rope"):
             if not isinstance(getattr(self, name), RopeConfig):
-                raise ValueError(f"{name}: expected a RopeConfig, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: expected a RopeConfig, got {described(getattr(self, name))}")
         self._check_relations()
 
     def _check_relations(self) -> None:
@@ -223,7 +213,7 @@ class AttentionConfig:
         Raises:
             ValueError: no such layer. Negative indices are refused: counting from the end hides off-by-one mistakes.
         """
-        index = _as_int("layer_index", layer_index)
+        index = as_int("layer_index", layer_index)
         if not 0 <= index < self.num_layers:
             raise ValueError(
                 f"layer_index: expected 0 <= layer_index < {self.num_layers} (the config has {self.num_layers} "
@@ -332,6 +322,14 @@ class AttentionConfig:
         return write_hf_config(self)
 
 
+def as_config(value: object) -> AttentionConfig:
+    """An `AttentionConfig`, or a ValueError."""
+    if not isinstance(value, AttentionConfig):
+        hint = "; AttentionConfig.from_hf_config reads one" if isinstance(value, Mapping) else ""
+        raise ValueError(f"config: expected an AttentionConfig, got a {type(value).__name__}{hint}")
+    return value
+
+
 def layer_types_from_compress_ratios(
     compress_ratios: Iterable[int], *, num_layers: int | None = None, csa_ratio: int = 4, hca_ratio: int = 128
 ) -> tuple[LayerType, ...]:
@@ -351,22 +349,24 @@ def layer_types_from_compress_ratios(
         ValueError: the list is empty, shorter than `num_layers` or holds an unknown ratio, or the two ratios are equal
             so that a ratio does not tell the layer type.
     """
-    csa_ratio, hca_ratio = _as_int("csa_ratio", csa_ratio, 1), _as_int("hca_ratio", hca_ratio, 1)
+    csa_ratio, hca_ratio = as_int("csa_ratio", csa_ratio, 1), as_int("hca_ratio", hca_ratio, 1)
     if csa_ratio == hca_ratio:
         raise ValueError(
             f"compress_ratios: expected csa_ratio != hca_ratio, got {csa_ratio} for both, so that a ratio does not "
             "tell CSA from HCA; give layer_types instead"
         )
     if isinstance(compress_ratios, (str, Mapping)) or not isinstance(compress_ratios, Iterable):
-        raise ValueError(f"compress_ratios: expected a sequence of ints, one per layer, got {compress_ratios!r}")
+        raise ValueError(
+            f"compress_ratios: expected a sequence of ints, one per layer, got {described(compress_ratios)}"
+        )
     ratios = list(compress_ratios)
-    count = len(ratios) if num_layers is None else _as_int("num_layers", num_layers, 1)
+    count = len(ratios) if num_layers is None else as_int("num_layers", num_layers, 1)
     if not ratios or len(ratios) < count:
         raise ValueError(f"compress_ratios: expected one ratio for each of {count or 'the'} layers, got {len(ratios)}")
     known = {0: LayerType.SLIDING, csa_ratio: LayerType.CSA, hca_ratio: LayerType.HCA}
     layer_types = []
     for index, value in enumerate(ratios[:count]):
-        ratio = _as_int(f"compress_ratios[{index}]", value)
+        ratio = as_int(f"compress_ratios[{index}]", value)
         if ratio not in known:
             raise ValueError(
                 f"compress_ratios[{index}]: expected 0 (sliding), {csa_ratio} (CSA) or {hca_ratio} (HCA), got {ratio}; "

@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
+from foveal.checks import as_int
+from foveal.config import (
+    AttentionConfig,
+    LayerType,
+    RopeConfig,
+    YarnConfig,
+    as_layer_type,
+    layer_types_from_compress_ratios,
+)
 from foveal.local_files import not_here, parse_json
 
 _Found = dict[str, Any]
@@ -258,9 +266,7 @@ def _rope(key: str, found: _Found, yarn: YarnConfig | None) -> RopeConfig:
 
 def _layers(found: _Found) -> dict[str, Any]:
     """The layer types of the backbone and the two ratios, from `layer_types`, `compress_ratios` or both."""
-    num_layers = found["num_layers"]
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"{' or '.join(_SPELLINGS['num_layers'])}: expected an int >= 1, got {num_layers!r}")
+    num_layers = as_int(" or ".join(_SPELLINGS["num_layers"]), found["num_layers"], 1)
     # compress_ratios spells the ratios out, so the published ones serve as its vocabulary.
     ratios = {key: value if found[key] is None else found[key] for key, value in _PUBLISHED_RATIOS.items()}
     named, translated = found["layer_types"], None
@@ -275,16 +281,16 @@ def _layers(found: _Found) -> dict[str, Any]:
     return {"layer_types": translated if named is None else named, **ratios}
 
 
-def _backbone_layer_types(values: Any, num_layers: int) -> tuple[Any, ...]:
+def _backbone_layer_types(values: Any, num_layers: int) -> tuple[LayerType, ...]:
     """The types of the first `num_layers` layers; any that follow belong to MTP layers."""
     if not isinstance(values, (list, tuple)):
         raise ValueError(f"layer_types: expected a list of layer types, got {values!r}")
     if len(values) < num_layers:
         raise ValueError(f"layer_types: expected one for each of {num_layers} layers, got {len(values)}")
-    return tuple(values[:num_layers])
+    return tuple(as_layer_type(f"layer_types[{index}]", value) for index, value in enumerate(values[:num_layers]))
 
 
-def _check_ratios_stated(layer_types: tuple[Any, ...], found: _Found) -> None:
+def _check_ratios_stated(layer_types: tuple[LayerType, ...], found: _Found) -> None:
     for field, layer_type in (("csa_ratio", LayerType.CSA), ("hca_ratio", LayerType.HCA)):
         if found[field] is None and layer_type in layer_types:
             raise ValueError(
@@ -293,12 +299,12 @@ def _check_ratios_stated(layer_types: tuple[Any, ...], found: _Found) -> None:
             )
 
 
-def _check_same_layers(named: tuple[Any, ...], translated: tuple[LayerType, ...]) -> None:
+def _check_same_layers(named: tuple[LayerType, ...], translated: tuple[LayerType, ...]) -> None:
     for index, (left, right) in enumerate(zip(named, translated, strict=True)):
         if left != right:
             raise ValueError(
-                f"conflicting spellings of one setting: layer_types[{index}] = {left!r} but compress_ratios[{index}] "
-                f"means {str(right)!r}; keep one of them"
+                f"conflicting spellings of one setting: layer_types[{index}] = {str(left)!r} but "
+                f"compress_ratios[{index}] means {str(right)!r}; keep one of them"
             )
 
 

@@ -184,12 +184,12 @@ def test_nothing_to_attend_with_is_no_work(shape, implementation):
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        ({"q": 0}, "q: expected a positive multiple of 128, got 0"),
-        ({"kv": -128}, "kv: expected a positive multiple of 128, got -128"),
-        ({"q_backward": 192}, "q_backward: expected a positive multiple of 128, got 192"),
-        ({"kv_backward": 64}, "kv_backward: expected a positive multiple of 128, got 64"),
-        ({"q": 128.0}, "q: expected a positive multiple of 128, got 128.0"),
-        ({"kv": True}, "kv: expected a positive multiple of 128, got True"),
+        ({"q": 0}, "q: expected an int >= 128, got 0"),
+        ({"kv": -128}, "kv: expected an int >= 128, got -128"),
+        ({"q_backward": 192}, "q_backward: expected a multiple of 128, got 192"),
+        ({"kv_backward": 64}, "kv_backward: expected an int >= 128, got 64"),
+        ({"q": 128.0}, "q: expected an int >= 128, got 128.0"),
+        ({"kv": True}, "kv: expected an int >= 128, got True"),
         ({"stacked_heads": 0}, "stacked_heads: expected an int >= 1, got 0"),
         ({"stacked_heads": True}, "stacked_heads: expected an int >= 1, got True"),
         ({"stacked_heads": 2.0}, "stacked_heads: expected an int >= 1, got 2.0"),

@@ -295,33 +295,37 @@ def test_any_integer_dtype_gives_int32(dtype, x64, unchecked_annotations):
 IDS = np.ones((1, 4), np.int32)
 
 
+def zeros(**facts) -> Documents:
+    return Documents(document_start=jnp.zeros((1, 4), jnp.int32), **facts)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: Documents.from_segment_ids(np.ones(4, int)), r"segment_ids: expected rank 2, got shape \(4,\)"),
         (lambda: Documents.from_segment_ids(jnp.ones((1, 4, 1), int)), "segment_ids: expected rank 2, got shape"),
-        (lambda: Documents.from_segment_ids(np.ones((1, 4))), "segment_ids: expected an integer dtype, got float64"),
-        (lambda: Documents.from_segment_ids(jnp.ones((1, 4))), "segment_ids: expected an integer dtype, got float32"),
-        (lambda: Documents.from_segment_ids(IDS == 1), "segment_ids: expected an integer dtype, got bool"),
+        (lambda: Documents.from_segment_ids(np.ones((1, 4))), "segment_ids: expected integers, got float64"),
+        (lambda: Documents.from_segment_ids(jnp.ones((1, 4))), "segment_ids: expected integers, got float32"),
+        (lambda: Documents.from_segment_ids(IDS == 1), "segment_ids: expected integers, got bool"),
         (lambda: Documents.from_segment_ids(-IDS), "segment_ids: expected no negative id .*-1"),
         (lambda: Documents.from_segment_ids(jnp.asarray(-IDS)), "segment_ids: expected no negative id .*-1"),
         (lambda: Documents.from_cu_seqlens(np.array(0), 4), "cu_seqlens: expected rank 1 or 2"),
         (lambda: Documents.from_cu_seqlens(np.zeros((1, 1, 2), int), 4), "cu_seqlens: expected rank 1 or 2"),
-        (lambda: Documents.from_cu_seqlens(np.array([0.0, 4.0]), 4), "cu_seqlens: expected an integer dtype"),
+        (lambda: Documents.from_cu_seqlens(np.array([0.0, 4.0]), 4), "cu_seqlens: expected integers"),
         (lambda: Documents.from_cu_seqlens(np.zeros((1, 0), int), 4), "cu_seqlens: expected at least the leading 0"),
         (lambda: Documents.from_cu_seqlens(np.array([1, 4]), 4), "cu_seqlens: expected 0 as the first value"),
         (lambda: Documents.from_cu_seqlens(np.array([[0, 4], [2, 4]]), 4), "cu_seqlens: expected 0 as the first"),
         (lambda: Documents.from_cu_seqlens(np.array([0, 3, 2]), 4), "cu_seqlens: expected values that never decrease"),
         (lambda: Documents.from_cu_seqlens(np.array([0, 3, 5]), 4), "cu_seqlens: expected an end within the 4 rows"),
         (lambda: Documents.from_lengths(np.array(3), 4), "lengths: expected rank 1 or 2"),
-        (lambda: Documents.from_lengths(np.array([True]), 4), "lengths: expected an integer dtype, got bool"),
+        (lambda: Documents.from_lengths(np.array([True]), 4), "lengths: expected integers, got bool"),
         (lambda: Documents.from_lengths(np.array([3, -1]), 4), "lengths: expected no negative length"),
         (lambda: Documents.from_lengths(np.array([5]), 4), "lengths: expected at most 4 rows in all"),
         (lambda: Documents.from_lengths(np.array([[3, 2]]), 4), "lengths: expected at most 4 rows in all"),
         # Wraps to 3 where the sum is kept in 32 bits.
         (lambda: Documents.from_lengths(np.array([[2**30] * 4 + [3]], np.int32), 4), "lengths: expected at most 4"),
-        (lambda: Documents(jnp.zeros((1, 4), jnp.int32), alignment=1.5), "alignment: expected an int >= 0, got 1.5"),  # pyright: ignore[reportArgumentType]
-        (lambda: Documents(jnp.zeros((1, 4), jnp.int32), alignment=True), "alignment: expected an int >= 0, got True"),
+        (lambda: zeros(alignment=1.5), "alignment: expected an int >= 0, got 1.5"),
+        (lambda: zeros(alignment=True), "alignment: expected an int >= 0, got True"),
         (lambda: Documents.from_segment_ids(IDS, alignment=-1), "alignment: expected an int >= 0, got -1"),
         (lambda: Documents.from_cu_seqlens(np.array([0, 4]), 4, alignment=True), "alignment: expected an int >= 0"),
         (lambda: Documents.from_lengths(np.array([4]), 4, alignment=-4), "alignment: expected an int >= 0, got -4"),

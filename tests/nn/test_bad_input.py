@@ -34,18 +34,18 @@ def shaped(*shape, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("x", "kwargs", "message"),
     [
-        (shaped(9, 64), {}, "x: expected [B, S, 64], got shape (9, 64)"),
-        (shaped(1, 2, 9, 64), {}, "x: expected [B, S, 64], got shape (1, 2, 9, 64)"),
-        (shaped(2, 9, 63), {}, "x: expected [B, S, 64], got shape (2, 9, 63)"),
-        (shaped(2, 64, 9), {}, "x: expected [B, S, 64], got shape (2, 64, 9)"),
-        (shaped(2, 9, 64, dtype=jnp.int32), {}, "x: expected a floating dtype, got int32"),
-        (shaped(2, 9, 64, dtype=bool), {}, "x: expected a floating dtype, got bool"),
-        (X, {"segment_ids": IDS[0]}, "segment_ids: expected [B, S] = (2, 9), got shape (9,)"),
+        (shaped(9, 64), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (9, 64)"),
+        (shaped(1, 2, 9, 64), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (1, 2, "),
+        (shaped(2, 9, 63), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (2, 9, 63)"),
+        (shaped(2, 64, 9), {}, "x: expected floats [B, S, E] = (B, S, 64), got float32 of shape (2, 64, 9)"),
+        (shaped(2, 9, 64, dtype=jnp.int32), {}, "x: expected floats [B, S, E] = (B, S, 64), got int32 of shape"),
+        (shaped(2, 9, 64, dtype=bool), {}, "x: expected floats [B, S, E] = (B, S, 64), got bool of shape"),
+        (X, {"segment_ids": IDS[0]}, "segment_ids: expected rank 2, got shape (9,)"),
         (X, {"segment_ids": IDS.T}, "segment_ids: expected [B, S] = (2, 9), got shape (9, 2)"),
         (X, {"segment_ids": IDS[:1]}, "segment_ids: expected [B, S] = (2, 9), got shape (1, 9)"),
         (X, {"segment_ids": IDS[:, :8]}, "segment_ids: expected [B, S] = (2, 9), got shape (2, 8)"),
-        (X, {"segment_ids": IDS.astype(np.float32)}, "segment_ids: expected an integer dtype, got float32"),
-        (X, {"segment_ids": IDS.astype(bool)}, "segment_ids: expected an integer dtype, got bool"),
+        (X, {"segment_ids": IDS.astype(np.float32)}, "segment_ids: expected integers, got float32"),
+        (X, {"segment_ids": IDS.astype(bool)}, "segment_ids: expected integers, got bool"),
         (X, {"documents": Documents.unpacked(2, 8)}, "documents: expected [B, S] = (2, 9), got (2, 8)"),
         (X, {"documents": Documents.unpacked(9, 2)}, "documents: expected [B, S] = (2, 9), got (9, 2)"),
         (X, {"segment_ids": IDS, "documents": Documents.unpacked(2, 9)}, "documents: expected not both"),
@@ -63,15 +63,17 @@ def test_bad_calls_are_refused_by_name(layer, x, kwargs, message):
 @pytest.mark.parametrize("call", [lambda f, x: f(jnp.zeros(x.shape, x.dtype)), jax.eval_shape], ids=["eager", "traced"])
 def test_negative_ids_are_refused_where_they_are_concrete(layer, call):
     """Also where only x is traced, as in a jitted function that closes over its documents."""
-    with pytest.raises(ValueError, match=re.escape("segment_ids: expected no negative id (0 is padding), got [[-1")):
+    with pytest.raises(
+        ValueError, match=re.escape("segment_ids: expected no negative id (0 is padding), got -1 at (0, 0)")
+    ):
         call(lambda x: layer(x, -IDS), X)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("segment_ids", IDS.tolist()), ("documents", IDS), ("segment_ids", Documents.unpacked(2, 9))]
+    ("name", "value"), [("segment_ids", "packed"), ("documents", IDS), ("segment_ids", Documents.unpacked(2, 9))]
 )
 def test_the_wrong_kind_of_thing_is_refused_by_name(layer, name, value):
-    """Segment ids where prepared documents belong, and the other way round, and a list."""
+    """Segment ids where prepared documents belong, and the other way round, and a word."""
     with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
         jax.eval_shape(lambda x: layer(x, **{name: value}), X)
 
@@ -123,3 +125,23 @@ def test_non_finite_sinks(pure_layer, problem):
     np.testing.assert_array_equal(run(*[np.inf] * 4)[0], 0.0)
     np.testing.assert_allclose(run(*[-np.inf] * 4)[0], run(*[-1e4] * 4)[0], rtol=1e-6, atol=1e-6)
     assert np.abs(run(*[-np.inf] * 4)[0] - run(*[0.0] * 4)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("given", [np.ndarray.tolist, lambda a: tuple(map(tuple, a.tolist())), jnp.asarray])
+def test_lists_of_segment_ids_say_what_arrays_say(layer, given):
+    assert_same_program(lambda x: layer(x, given(IDS)), lambda x: layer(x, IDS))
+
+
+@pytest.mark.parametrize("given", [np.ndarray.tolist, lambda a: tuple(a.tolist()), jnp.asarray, lambda a: list(a)])
+def test_lists_of_lengths_say_what_arrays_say(layer, given):
+    cache, lengths = layer.init_cache(2, 20), np.array([9, 3])
+    for call in (layer.prefill, layer.decode):
+        assert_same_program(lambda x, c=call: c(cache, x, given(lengths)), lambda x, c=call: c(cache, x, lengths))
+
+
+def assert_same_program(call, expected):
+    """The same operations on the same constants, by tracing alone."""
+    made, wanted = (jax.make_jaxpr(function)(X) for function in (call, expected))
+    assert str(made) == str(wanted)
+    for constant, other in zip(made.consts, wanted.consts, strict=True):
+        np.testing.assert_array_equal(constant, other)

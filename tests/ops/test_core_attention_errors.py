@@ -104,7 +104,7 @@ def test_a_scale_that_is_no_finite_number_is_refused(as_users_call, scale, funct
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_entries_for_a_layer_without_are_refused(as_users_call, jitted):
-    with pytest.raises(ValueError, match=r"^entries: expected .*got shape"):
+    with pytest.raises(ValueError, match=r"^entries: expected .*got float32 of shape"):
         call(visibility=Visibility(VISIBILITY.documents, W, 0), jitted=jitted)
 
 

@@ -345,15 +345,15 @@ def test_no_array_has_queries_times_entries(top_k):
     ("changed", "complaint"),
     [
         ({"denominator": "window"}, 'denominator: expected "all" or "entries"'),
-        ({"index_keys": np.zeros((B, C + 1, J), np.float32)}, "index_keys: expected shape"),
-        ({"index_weights": np.zeros((B, S, I + 1), np.float32)}, "index_weights: expected shape"),
-        ({"entries": np.zeros((B, C, D + 1), np.float32)}, "entries: expected shape"),
-        ({"lse": np.zeros((B, S), np.float32)}, "lse: expected shape"),
-        ({"sinks": np.zeros(H + 1, np.float32)}, "sinks: expected shape"),
+        ({"index_keys": np.zeros((B, C + 1, J), np.float32)}, "index_keys: expected floats"),
+        ({"index_weights": np.zeros((B, S, I + 1), np.float32)}, "index_weights: expected floats"),
+        ({"entries": np.zeros((B, C, D + 1), np.float32)}, "entries: expected floats"),
+        ({"lse": np.zeros((B, S), np.float32)}, "lse: expected floats"),
+        ({"sinks": np.zeros(H + 1, np.float32)}, "sinks: expected floats"),
         ({"q": np.zeros((B, S + 1, H, D), np.float32)}, "q: expected"),
         ({"index_q": np.zeros((B, S, J), np.float32)}, "index_q: expected"),
         ({"indices": np.zeros((B, S + 1, 3), np.int32)}, "indices: expected"),
-        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected an integer dtype"),
+        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected integers"),
     ],
 )
 def test_mistakes_are_named(changed, complaint, monkeypatch):

@@ -359,7 +359,7 @@ def largest_array(length: int, *, block_size: int | None, heads: int = 8, dim: i
     """Elements of the largest array of a call with `length` rows, by tracing alone."""
 
     def run(q, weights, keys, start):
-        visibility = Visibility(Documents(start), 128, ratio)
+        visibility = Visibility(Documents(document_start=start), 128, ratio)
         return select_entries(q, weights, keys, visibility=visibility, top_k=16, block_size=block_size)
 
     slots = length // ratio
@@ -416,7 +416,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(without_type_checks, case, j
     def call(*args):
         return select_entries(*args, visibility=visibility, top_k=3)
 
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, got shape"):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got float32 of shape"):
         (jax.jit(call) if jitted else call)(*(jnp.zeros(shape) for shape in (GOOD | changes).values()))
 
 

@@ -8,6 +8,7 @@ from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.backends.splash import Splash, SplashDynamic
+from foveal.checks import described
 
 _PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense())
 """The order in which `implementation=None` tries them."""
@@ -55,8 +56,9 @@ def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ..
     if isinstance(implementation, Backend):
         name = implementation.name
         return tuple(implementation if backend.name == name else backend for backend in _PREFERENCE), name
-    if implementation is not None and implementation not in names():
-        raise ValueError(f"implementation: expected None or one of {', '.join(names())}, got {implementation!r}")
+    if implementation is not None and not (isinstance(implementation, str) and implementation in names()):
+        known = ", ".join(names())
+        raise ValueError(f"implementation: expected None or one of {known}, got {described(implementation)}")
     return _PREFERENCE, implementation
 
 

@@ -15,14 +15,12 @@ from flax import nnx
 from foveal.checkpoint import fp8
 from foveal.checkpoint.files import DTYPES, CheckpointError
 from foveal.checkpoint.find import AttentionCheckpoint, Source, abstract_layer, find_attention
+from foveal.checks import as_dtype
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array, DTypeLike, Precision
 
 Placement = jax.sharding.Mesh | jax.sharding.Sharding | None
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-"""What parameters and activations can be."""
 
 
 def load_attention(
@@ -70,7 +68,7 @@ def load_attention(
     _check_sharding(sharding)
     for name, kind in (("dtype", dtype), ("param_dtype", param_dtype)):
         if kind is not None:
-            as_float(name, kind)  # before anything is read
+            as_dtype(name, kind)  # before anything is read
     found = find_attention(path, config, layers)
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision}
     return {layer: load_layer(found, layer, sharding=sharding, **options) for layer in found.layers}
@@ -88,8 +86,8 @@ def load_layer(
     """One of the layers that were found; arguments and errors are those of `load_attention`."""
     sources = found.layers[layer]
     scales = [None if source.scale is None else source.scale.read() for source in sources]
-    kind = as_float("dtype", _narrowest(sources, scales) if dtype is None else dtype)
-    param_kind = kind if param_dtype is None else as_float("param_dtype", param_dtype)
+    kind = as_dtype("dtype", _narrowest(sources, scales) if dtype is None else dtype)
+    param_kind = kind if param_dtype is None else as_dtype("param_dtype", param_dtype)
     graph, state = nnx.split(abstract_layer(found.config, layer, kind, param_kind, precision))
     flat, placements = dict(nnx.to_flat_state(state)), _placements(state, sharding)
     problems: list[str] = []
@@ -102,21 +100,6 @@ def load_layer(
     if problems:
         raise CheckpointError(found.files.path, problems)
     return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
-def as_float(name: str, dtype: DTypeLike) -> Any:
-    """One of `jax.numpy`'s scalar types, whatever the dtype was spelled like: modules of one dtype have one graph.
-
-    Raises:
-        ValueError: not one of `FLOATS`; it names the argument, `name`.
-    """
-    try:
-        kind = jnp.dtype(dtype).name
-    except TypeError:
-        kind = repr(dtype)
-    if kind not in FLOATS or (kind == "float64" and not jax.config.read("jax_enable_x64")):
-        raise ValueError(f"{name}: expected one of {', '.join(FLOATS)} (the last with jax_enable_x64), got {kind}")
-    return getattr(jnp, kind)
 
 
 def _check_sharding(sharding: object) -> None:

@@ -16,9 +16,9 @@ from flax.core import meta
 
 from foveal.checkpoint.files import CheckpointError
 from foveal.checkpoint.find import abstract_layer, parameter_shapes
-from foveal.checkpoint.load import FLOATS, as_float
 from foveal.checkpoint.names import maxtext_path, maxtext_shape, rows_of
 from foveal.checkpoint.save import common_config, parameters
+from foveal.checks import FLOATS, as_dtype
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array, DTypeLike, Precision
@@ -96,8 +96,8 @@ def from_maxtext(
     """
     if not isinstance(config, AttentionConfig):
         raise ValueError(f"config: expected an AttentionConfig, got {type(config).__name__}")
-    kind = as_float("dtype", dtype)
-    param_kind = kind if param_dtype is None else as_float("param_dtype", param_dtype)
+    kind = as_dtype("dtype", dtype)
+    param_kind = kind if param_dtype is None else as_dtype("param_dtype", param_dtype)
     made = {}
     for index, values in _collected(_decoder(params), config).items():
         graph, state = nnx.split(abstract_layer(config, index, kind, param_kind, precision))

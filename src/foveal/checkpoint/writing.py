@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foveal.checkpoint.files import CONFIG, INDEX, SINGLE, require_safetensors
+from foveal.checks import as_int
 
 SHARD_BYTES = 5_000_000_000
 """How large a file may become by default."""
@@ -50,9 +51,7 @@ def write_checkpoint(
     require_safetensors()
     from safetensors.numpy import save_file
 
-    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
-        raise ValueError(f"shard_bytes: expected an int >= 1, got {shard_bytes!r}")
-    shards = _shards(tensors, shard_bytes)
+    shards = _shards(tensors, as_int("shard_bytes", shard_bytes, 1))
     names = (
         [SINGLE]
         if len(shards) == 1

@@ -3,10 +3,10 @@
 Everything follows from one integer per token, the row at which its document begins. Every other module asks here.
 """
 
-from foveal.geometry.documents import Documents
+from foveal.geometry.documents import Documents, as_documents
 from foveal.geometry.packing import PackedDocuments, PaddedRows, Placement, left_aligned, pack_documents, unpack
-from foveal.geometry.visibility import TileRanges, Visibility, complete_windows, window_first
-from foveal.geometry.windows import WindowLayout, window_halo
+from foveal.geometry.visibility import TileRanges, Visibility, as_visibility, complete_windows, window_first
+from foveal.geometry.windows import WindowLayout, as_layout, window_halo
 
 __all__ = [
     "Documents",
@@ -16,6 +16,9 @@ __all__ = [
     "TileRanges",
     "Visibility",
     "WindowLayout",
+    "as_documents",
+    "as_layout",
+    "as_visibility",
     "complete_windows",
     "left_aligned",
     "pack_documents",

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from foveal.checks import as_bool, as_int, as_integers, as_lengths, described, on_host, require
+from foveal.geometry.pytree import checked_pytree, unchecked
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int, Int32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@checked_pytree
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
     """The documents of a batch of rows. A pytree: `document_start` is data, the other fields are static.
 
     Build one with `unpacked`, `from_segment_ids`, `from_cu_seqlens`, `from_lengths`, `continuing` or `pack_documents`.
+    The fields themselves go by name: segment ids are no `document_start`, though many would pass for one.
 
     Attributes:
         document_start: int32 [B, S], the row at which token t's document begins, negative if that was before these
@@ -30,29 +32,76 @@ class Documents:
         continues: documents may have begun before these rows (`continuing`). Static.
 
     Raises:
-        ValueError: `alignment` is not an int >= 0.
+        ValueError: a field of the wrong kind, or one given without its name; where `document_start` is concrete, one
+            that says of a row neither that a document starts there, nor that the row before's goes on, nor that it is
+            padding; or that breaks the promises of the static fields. Traced starts are taken at their word.
     """
 
-    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+    __no_type_check__ = True  # __post_init__ takes other integers and NumPy's arrays too, and its errors say more
 
     document_start: Int32[Array, "B S"]
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
     padded: bool = dataclasses.field(default=True, metadata={"static": True})
     continues: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    def __new__(cls, *unnamed: object, **_: object) -> Documents:
+        """Refuses fields without a name."""
+        if unnamed:
+            raise ValueError(
+                f"document_start: expected by its name, got {described(unnamed[0])} without; "
+                "segment ids go to Documents.from_segment_ids"
+            )
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
-        """Checks the static fields; the data may be anything a tree transformation puts there."""
-        if isinstance(self.alignment, bool) or not isinstance(self.alignment, int) or self.alignment < 0:
-            raise ValueError(f"alignment: expected an int >= 0, got {self.alignment!r}")
+        """Checks every field; makes `document_start` int32 and the others plain `int` and `bool`."""
+        alignment = as_int("alignment", self.alignment, 0)
+        padded, continues = as_bool("padded", self.padded), as_bool("continues", self.continues)
+        starts = self.document_start
+        if not isinstance(starts, jax.ShapeDtypeStruct):
+            starts, concrete = as_integers("document_start", starts, ndims=(2,))
+            _check_law(concrete, alignment, padded=padded, continues=continues)
+        fields = {"document_start": starts, "alignment": alignment, "padded": padded, "continues": continues}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_is_checked", True)
+
+    @classmethod
+    def _made(cls, starts: Array, *, alignment: int = 1, padded: bool = True, continues: bool = False) -> Documents:
+        """From starts that keep the law because of how they were made."""
+        made = unchecked(cls, document_start=starts, alignment=alignment, padded=padded, continues=continues)
+        object.__setattr__(made, "_is_checked", True)
+        return made
+
+    def checked(self) -> Documents:
+        """These documents, once looked at where that is possible: a pytree that JAX rebuilt may hold anything.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        if not hasattr(self, "_is_checked"):
+            starts = self.document_start
+            if len(getattr(starts, "shape", ())) != 2 or starts.dtype != jnp.int32:
+                raise ValueError(f"documents: expected a document_start of int32 [B, S], got {described(starts)}")
+            _check_law(on_host(starts), self.alignment, padded=self.padded, continues=self.continues)
+            object.__setattr__(self, "_is_checked", True)  # the object's, not a field: a pytree made of it has it not
+        return self
 
     @classmethod
     def unpacked(cls, batch: int, length: int) -> Documents:
-        """Every row is one document that starts at row 0 and fills it."""
-        return cls(jnp.zeros((batch, length), jnp.int32), alignment=0, padded=False)
+        """Every row is one document that starts at row 0 and fills it.
+
+        Raises:
+            ValueError: `batch` or `length` is not an int >= 0.
+        """
+        shape = as_int("batch", batch, 0), as_int("length", length, 0)
+        return cls._made(jnp.zeros(shape, jnp.int32), alignment=0, padded=False)
 
     @classmethod
     @any_mesh(like="segment_ids")
-    def from_segment_ids(cls, segment_ids: Int[Array, "B S"] | np.ndarray, *, alignment: int = 1) -> Documents:
+    def from_segment_ids(
+        cls, segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]], *, alignment: int = 1
+    ) -> Documents:
         """Documents are the maximal runs of one nonzero id; id 0 is padding, wherever it stands.
 
         Args:
@@ -62,8 +111,9 @@ class Documents:
         Raises:
             ValueError: wrong rank or dtype; where the ids are concrete, a negative id or a broken promise.
         """
+        alignment = as_int("alignment", alignment, 0)
         ids, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
-        _require(concrete, "segment_ids", lambda a: bool((a >= 0).all()), "no negative id (0 is padding)")
+        require("segment_ids", concrete, lambda a: a >= 0, "no negative id (0 is padding)")
         if concrete is not None:
             rows = np.arange(concrete.shape[1])
             begins = np.pad(concrete[:, 1:] != concrete[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -71,12 +121,16 @@ class Documents:
         row = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
         starts = jnp.ones(ids.shape, bool).at[:, 1:].set(ids[:, 1:] != ids[:, :-1])
         begun = jax.lax.cummax(jnp.where(starts, row, 0), axis=1)
-        return cls(jnp.where(ids == 0, row + 1, begun), alignment=alignment)
+        return cls._made(jnp.where(ids == 0, row + 1, begun), alignment=alignment)
 
     @classmethod
     @any_mesh(like="cu_seqlens", dims=1)
     def from_cu_seqlens(
-        cls, cu_seqlens: Int[Array, "*B N"] | np.ndarray, length: int, *, alignment: int = 1
+        cls,
+        cu_seqlens: Int[Array, "*B N"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
+        length: int,
+        *,
+        alignment: int = 1,
     ) -> Documents:
         """Documents from cumulative lengths, as variable-length attention kernels take them.
 
@@ -90,14 +144,11 @@ class Documents:
             ValueError: wrong rank or dtype; where the values are concrete, a first value that is not 0, a decreasing
                 sequence, a document beyond `length`, or a broken promise.
         """
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 0:
-            raise ValueError(f"length: expected an int >= 0, got {length!r}")
+        length, alignment = as_int("length", length, 0), as_int("alignment", alignment, 0)
         ends, concrete = as_integers("cu_seqlens", cu_seqlens, ndims=(1, 2))
         if ends.shape[-1] < 1:
             raise ValueError(f"cu_seqlens: expected at least the leading 0, got shape {ends.shape}")
-        _require(concrete, "cu_seqlens", lambda a: bool((a[..., 0] == 0).all()), "0 as the first value")
-        _require(concrete, "cu_seqlens", lambda a: bool((np.diff(a) >= 0).all()), "values that never decrease")
-        _require(concrete, "cu_seqlens", lambda a: bool((a <= length).all()), f"an end within the {length} rows")
+        check_cu_seqlens(concrete, length)
         if concrete is not None:
             _check_alignment(concrete[..., :-1][np.diff(concrete) > 0], alignment)
         ends = ends if ends.ndim == 2 else ends[None]
@@ -105,12 +156,16 @@ class Documents:
         which = jax.vmap(lambda e: jnp.searchsorted(e, rows, side="right"))(ends).astype(jnp.int32)
         inside = (which > 0) & (which < ends.shape[-1])
         begun = jnp.take_along_axis(ends, jnp.maximum(which - 1, 0), axis=1)
-        return cls(jnp.where(inside, begun, rows[None] + 1), alignment=alignment)
+        return cls._made(jnp.where(inside, begun, rows[None] + 1), alignment=alignment)
 
     @classmethod
     @any_mesh(like="lengths", dims=1)
     def from_lengths(
-        cls, lengths: Int[Array, "*B N"] | np.ndarray, length: int, *, alignment: int | None = None
+        cls,
+        lengths: Int[Array, "*B N"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
+        length: int,
+        *,
+        alignment: int | None = None,
     ) -> Documents:
         """Documents laid side by side from row 0 on, the rest padding.
 
@@ -125,14 +180,15 @@ class Documents:
             ValueError: wrong rank or dtype; where the values are concrete, a negative length, or more than `length`
                 rows in all.
         """
+        length = as_int("length", length, 0)
         each, concrete = as_integers("lengths", lengths, ndims=(1, 2))
         if alignment is None:
             alignment = 0 if each.ndim == 1 else 1
-        _require(concrete, "lengths", lambda a: bool((a >= 0).all()), "no negative length")
+        require("lengths", concrete, lambda a: a >= 0, "no negative length")
         one_each = each.ndim == 1
         if concrete is not None:
             each = concrete[:, None] if one_each else concrete
-            _require(each, "lengths", lambda a: bool((a.sum(1) <= length).all()), f"at most {length} rows in all")
+            require("lengths", each.sum(1, dtype=np.int64), lambda a: a <= length, f"at most {length} rows in all")
             ends = np.pad(np.cumsum(each, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
         else:
             ends = jnp.pad(jnp.cumsum(each[:, None] if one_each else each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
@@ -140,7 +196,12 @@ class Documents:
 
     @classmethod
     @any_mesh(like="lengths", dims=1)
-    def continuing(cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int) -> Documents:
+    def continuing(
+        cls,
+        lengths: Int[Array, " B"] | np.ndarray | Sequence[int],
+        counts: Int[Array, " B"] | np.ndarray | Sequence[int],
+        size: int,
+    ) -> Documents:
         """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
 
         Its first token lies `lengths` rows before row 0, so that `document_start` is negative and `positions` go on
@@ -148,12 +209,21 @@ class Documents:
         and `capacity` tells, and `WindowLayout.continuing`.
 
         Args:
-            lengths: int32 [B], tokens that came before. May be traced.
-            counts: int32 [B], tokens in these rows, at most `size`; the rest is padding. May be traced.
+            lengths: integers [B], tokens that came before. May be traced.
+            counts: integers [B], tokens in these rows, at most `size`; the rest is padding. May be traced.
             size: S, static.
+
+        Raises:
+            ValueError: wrong shape or dtype; `size` not an int >= 0; of numbers that are not in a JAX array, which are
+                not fetched, a negative one or a count above `size`.
         """
+        size = as_int("size", size, 0)
+        lengths, before = as_lengths("lengths", lengths, None, fetch=False)
+        counts, fresh = as_lengths("counts", counts, lengths.shape[0], fetch=False)
+        require("lengths", before, lambda a: a >= 0, "no negative length")
+        require("counts", fresh, lambda a: (a >= 0) & (a <= size), f"0 to {size}")
         row = jnp.arange(size, dtype=jnp.int32)[None]
-        return cls(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
+        return cls._made(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -185,40 +255,48 @@ class Documents:
         return jax.lax.broadcasted_iota(jnp.int32, self.document_start.shape, 1)
 
 
+def as_documents(name: str, value: object) -> Documents:
+    """Documents that keep the law, as far as can be seen, or a ValueError."""
+    if not isinstance(value, Documents):
+        raise ValueError(
+            f"{name}: expected Documents, got {described(value)}; segment ids go to Documents.from_segment_ids"
+        )
+    return value.checked()
+
+
+def check_cu_seqlens(ends: np.ndarray | None, length: int) -> None:
+    """Raises ValueError unless the ends of documents, [..., N + 1], where they are concrete, fit `length` rows."""
+    if ends is not None:
+        first = np.arange(ends.shape[-1]) == 0
+        require("cu_seqlens", ends, lambda a: ~first | (a == 0), "0 as the first value")
+        require("cu_seqlens", ends, lambda a: first | (a >= np.roll(a, 1, axis=-1)), "values that never decrease")
+        require("cu_seqlens", ends, lambda a: a <= length, f"an end within the {length} rows")
+
+
+def _check_law(starts: np.ndarray | None, alignment: int, *, padded: bool, continues: bool) -> None:
+    """Holds concrete starts [B, S] against what `Documents` says of them."""
+    if starts is None or not starts.size:
+        return
+    row = np.arange(starts.shape[1])
+    padding, before = starts == row + 1, np.roll(starts, 1, axis=1)
+    if continues:  # one document, and then padding
+        lawful = padding | ((starts == before) & ~np.roll(padding, 1, axis=1))
+        lawful[:, 0] = starts[:, 0] <= 1
+        expected = "no start but that of one document, row 0 or before it, then t + 1 on padding"
+    else:
+        lawful = padding | (starts == row) | ((starts == before) & (row > 0))
+        expected = "t where a document starts, row t - 1's start where it goes on, t + 1 on padding"
+    require("document_start", starts, lambda _: lawful, expected, "; segment ids go to Documents.from_segment_ids")
+    if not padded:
+        require("padded", starts, lambda _: ~padding, "True where there are padding rows", " of document_start")
+    _check_alignment(starts[~padding], alignment)
+
+
 def _check_alignment(starts: np.ndarray, alignment: int) -> None:
     """Holds the promise against the rows at which documents begin."""
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 0:
-        return  # `Documents` itself says so
     broken = starts[starts % alignment != 0] if alignment else starts[starts != 0]
     if broken.size:
         raise ValueError(
             f"alignment: expected every document to start at a multiple of {alignment}, "
             f"got one that starts at row {broken[0]}"
         )
-
-
-def as_integers(
-    name: str, values: Array | np.ndarray, *, ndims: tuple[int, ...]
-) -> tuple[Int32[Array, "..."], np.ndarray | None]:
-    """`values` as int32, and on the host where they are concrete; or a ValueError that says what is wrong with them.
-
-    The host copy is taken before JAX sees the values: within a trace even constants become tracers.
-    """
-    concrete = None if isinstance(values, Tracer) else np.asarray(values)
-    shape, dtype = (values.shape, values.dtype) if concrete is None else (concrete.shape, concrete.dtype)
-    if len(shape) not in ndims:
-        raise ValueError(f"{name}: expected rank {' or '.join(map(str, ndims))}, got shape {shape}")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"{name}: expected an integer dtype, got {dtype}")
-    if concrete is None:
-        return jnp.asarray(values).astype(jnp.int32), None
-    limits = np.iinfo(np.int32)
-    _require(concrete, name, lambda a: not a.size or limits.min <= a.min() <= a.max() <= limits.max, "int32 values")
-    concrete = concrete.astype(np.int32)
-    return jnp.asarray(concrete), concrete
-
-
-def _require(values: np.ndarray | None, name: str, holds: Callable[[np.ndarray], bool], expected: str) -> None:
-    """Checks concrete values; traced ones cannot be looked at."""
-    if values is not None and not holds(values):
-        raise ValueError(f"{name}: expected {expected}, got {np.array2string(values, threshold=20)}")

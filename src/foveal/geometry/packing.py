@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.geometry.documents import Documents, as_integers
+from foveal.checks import as_array, as_int, as_integers, as_lengths, require
+from foveal.geometry.documents import Documents, check_cu_seqlens
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Int, Int32, Shaped
 
@@ -54,9 +55,9 @@ def pack_documents(
         ValueError: no documents, differing dtypes or trailing shapes, `row_length` or `align` below 1, a document
             longer than `row_length` (split it first).
     """
+    row_length, align = as_int("row_length", row_length, 1), as_int("align", align, 1)
     arrays = [np.asarray(document) for document in documents]
-    _check(arrays, row_length, align)
-    row_length, align = int(row_length), int(align)
+    _check(arrays, row_length)
     placements: list[Placement] = []
     free: list[int] = []  # first free row of each packed row, a multiple of `align`
     for array in arrays:
@@ -98,7 +99,7 @@ class PaddedRows(NamedTuple):
 @any_mesh()
 def unpack(
     x: Shaped[Array, "S *F"] | np.ndarray,
-    cu_seqlens: Int[Array, " M"] | np.ndarray,
+    cu_seqlens: Int[Array, " M"] | np.ndarray | Sequence[int],
     *,
     max_length: int | None = None,
 ) -> PaddedRows:
@@ -116,30 +117,28 @@ def unpack(
             concrete, a first value that is not 0, a decreasing one, an end beyond x, a document longer than
             `max_length`.
     """
-    if len(getattr(x, "shape", ())) < 1:
-        raise ValueError(f"x: expected [S, ...], got {x!r}")
+    rows = as_array("x", x, "S *", kind="values")
+    max_length = None if max_length is None else as_int("max_length", max_length, 0)
     ends, concrete = as_integers("cu_seqlens", cu_seqlens, ndims=(1,))
     if ends.shape[0] < 1:
         raise ValueError(f"cu_seqlens: expected at least the leading 0, got shape {ends.shape}")
     if concrete is not None:
+        check_cu_seqlens(concrete, rows.shape[0])
         lengths = np.diff(concrete)
-        if concrete[0] != 0 or (lengths < 0).any() or concrete[-1] > x.shape[0]:
-            raise ValueError(
-                f"cu_seqlens: expected 0 first and values that never decrease, up to {x.shape[0]}, "
-                f"got {concrete.tolist()}"
-            )
         longest = int(lengths.max(initial=0))
         if max_length is not None and longest > max_length:
             raise ValueError(f"max_length: expected at least {longest}, the longest document, got {max_length}")
         max_length = longest if max_length is None else max_length
-    if isinstance(max_length, bool) or not isinstance(max_length, int | np.integer) or max_length < 0:
-        raise ValueError(f"max_length: expected an int >= 0 (needed where cu_seqlens is traced), got {max_length!r}")
-    ends = jnp.clip(ends, 0, x.shape[0])
-    return _rows_from(jnp.asarray(x), ends[:-1], jnp.clip(ends[1:] - ends[:-1], 0, int(max_length)), int(max_length))
+    elif max_length is None:
+        raise ValueError("max_length: expected an int >= 0 where cu_seqlens is traced, got None")
+    ends = jnp.clip(ends, 0, rows.shape[0])
+    return _rows_from(rows, ends[:-1], jnp.clip(ends[1:] - ends[:-1], 0, max_length), max_length)
 
 
 @any_mesh(like="x")
-def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray) -> PaddedRows:
+def left_aligned(
+    x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray | Sequence[int]
+) -> PaddedRows:
     """Left-padded rows with their padding moved to the right, where `CompressedAttention.prefill` wants it.
 
     Args:
@@ -149,16 +148,12 @@ def left_aligned(x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " 
     Raises:
         ValueError: wrong rank, shape or dtype; where lengths are concrete, one below 0 or above S.
     """
-    if len(getattr(x, "shape", ())) < 2:
-        raise ValueError(f"x: expected [B, S, ...], got {x!r}")
-    counts, concrete = as_integers("lengths", lengths, ndims=(1,))
-    batch, size = x.shape[:2]
-    if counts.shape != (batch,):
-        raise ValueError(f"lengths: expected [B] = {(batch,)}, got shape {counts.shape}")
-    if concrete is not None and ((concrete < 0) | (concrete > size)).any():
-        raise ValueError(f"lengths: expected 0 to {size}, got {concrete.tolist()}")
+    padded = as_array("x", x, "B S *", kind="values")
+    batch, size = padded.shape[:2]
+    counts, concrete = as_lengths("lengths", lengths, batch)
+    require("lengths", concrete, lambda a: (a >= 0) & (a <= size), f"0 to {size}")
     counts = jnp.clip(counts, 0, size)
-    flat = jnp.asarray(x).reshape(batch * size, *x.shape[2:])
+    flat = padded.reshape(batch * size, *padded.shape[2:])
     return _rows_from(flat, jnp.arange(1, batch + 1, dtype=jnp.int32) * size - counts, counts, size)
 
 
@@ -173,10 +168,7 @@ def _rows_from(flat: Array, first: Array, lengths: Array, size: int) -> PaddedRo
     return PaddedRows(jnp.where(keep, rows, jnp.zeros((), flat.dtype)), lengths)
 
 
-def _check(arrays: list[np.ndarray], row_length: int, align: int) -> None:
-    for name, value in (("row_length", row_length), ("align", align)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+def _check(arrays: list[np.ndarray], row_length: int) -> None:
     if not arrays:
         raise ValueError("documents: expected at least one, got none")
     for i, array in enumerate(arrays):

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.geometry.documents import Documents
+from foveal.checks import as_int, described
+from foveal.geometry.documents import Documents, as_documents
+from foveal.geometry.pytree import checked_pytree
 from foveal.typing import Array, Bool, Int32
 
 
@@ -50,7 +52,7 @@ def complete_windows(position: T, compress_ratio: int) -> T:
     return (position + 1) // compress_ratio
 
 
-@jax.tree_util.register_dataclass
+@checked_pytree
 @dataclasses.dataclass(frozen=True)
 class Visibility:
     """What each query may look at: a range of raw rows and a range of entry slots.
@@ -75,11 +77,11 @@ class Visibility:
         capacity: slots, where they are not those of these rows; None for S // m.
 
     Raises:
-        ValueError: `sliding_window` below 1 or `compress_ratio`, `history` or `capacity` below 0; documents that
-            continue without the history and the capacity they need.
+        ValueError: `documents` that are none; `sliding_window` below 1 or `compress_ratio`, `history` or `capacity`
+            below 0; documents that continue without the history and the capacity they need.
     """
 
-    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+    __no_type_check__ = True  # __post_init__ takes other integers too, and its errors say more
 
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
@@ -95,14 +97,13 @@ class Visibility:
         return cls(documents, sliding_window, compress_ratio, -window_first(0, sliding_window), capacity)
 
     def __post_init__(self) -> None:
-        """Checks the static fields; the data may be anything a tree transformation puts there."""
+        """Checks the fields; makes the numbers plain `int`."""
+        as_documents("documents", self.documents)
         for name, least in (("sliding_window", 1), ("compress_ratio", 0), ("history", 0), ("capacity", 0)):
             value = getattr(self, name)
-            if name == "capacity" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
-        if isinstance(self.documents, Documents) and self.documents.continues:
+            if name != "capacity" or value is not None:
+                object.__setattr__(self, name, as_int(name, value, least))
+        if self.documents.continues:
             reach = -window_first(0, self.sliding_window)
             if self.history < reach:
                 raise ValueError(
@@ -213,6 +214,14 @@ class Visibility:
         """bool [B, S, K]: whether each query sees each of its own K slots; False for -1 and out of range."""
         first, end = self.entry_range
         return (slots >= first[:, :, None]) & (slots < end[:, :, None])
+
+
+def as_visibility(value: object) -> Visibility:
+    """A visibility whose documents keep the law, as far as can be seen, or a ValueError."""
+    if not isinstance(value, Visibility):
+        raise ValueError(f"visibility: expected a Visibility, got {described(value)}; it is no mask")
+    as_documents("visibility.documents", value.documents)
+    return value
 
 
 def _in_range(bounds: tuple[Array, Array], size: int) -> Array:

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.geometry.documents import Documents
+from foveal.checks import as_int, described
+from foveal.geometry.documents import Documents, as_documents
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int32, Shaped
 
@@ -52,9 +53,10 @@ class WindowLayout:
         a slot, since their starts are at least m rows apart.
 
         Raises:
-            ValueError: `ratio` below 1, or documents that began before these rows.
+            ValueError: `ratio` below 1, documents that are none, or such as began before these rows.
         """
-        _check_ratio(ratio)
+        ratio = as_int("ratio", ratio, 1)
+        documents = as_documents("documents", documents)
         if documents.continues:
             raise ValueError("documents: expected such as begin in these rows, got continuing ones")
         begins, length = documents.document_start, documents.shape[1]
@@ -96,7 +98,7 @@ class WindowLayout:
         Raises:
             ValueError: `ratio` below 1.
         """
-        _check_ratio(ratio)
+        ratio = as_int("ratio", ratio, 1)
         window = (lengths // ratio)[:, None] + jnp.arange(-(-size // ratio), dtype=jnp.int32)[None]
         position = window * ratio
         valid = position + ratio <= (lengths + counts)[:, None]
@@ -157,11 +159,13 @@ class WindowLayout:
         return taken.reshape(batch, self.slots, self.ratio, width)
 
 
+def as_layout(value: object) -> WindowLayout:
+    """A window layout, or a ValueError."""
+    if not isinstance(value, WindowLayout):
+        raise ValueError(f"layout: expected a WindowLayout, got {described(value)}")
+    return value
+
+
 def window_halo(ratio: int, *, overlap: bool) -> int:
     """Earlier rows that a window still open may need: its own and, overlapped, those of the window before it."""
     return (2 * ratio if overlap else ratio) - 1
-
-
-def _check_ratio(ratio: int) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or ratio < 1:
-        raise ValueError(f"ratio: expected an int >= 1, got {ratio!r}")

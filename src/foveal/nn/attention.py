@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
-from foveal.config import AttentionConfig, LayerType, as_layer_type
-from foveal.geometry import Documents, Visibility, WindowLayout
+from foveal.checks import as_array, as_choice, described
+from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
+from foveal.geometry import Documents, Visibility, WindowLayout, as_documents
 from foveal.meshes import any_mesh
 from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor, compressor_of
-from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
+from foveal.nn.parameters import Numerics, as_rngs, linear, rms_norm, zeros_parameter
 from foveal.nn.serving import append_tokens
 from foveal.ops.core_attention import core_attention
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
@@ -70,14 +72,15 @@ class CompressedAttention(nnx.Module):
     Args:
         config: sizes, ratios, RoPE.
         layer_index: which of `config.layer_types` this layer is; or
-        layer_type: the type itself. Exactly one of the two.
+        layer_type: the type itself: a `LayerType`, or "sliding", "csa" or "hca". Exactly one of the two.
         dtype: of activations and matmul operands. Norms, RoPE, pooling, softmax and sums are float32 in any case.
         param_dtype: of the kernels. Sinks, position biases and norm scales are float32 in any case.
         precision: of the matmuls, as in `jax.lax.dot_general`.
         rngs: Flax random streams; `params` is used.
 
     Raises:
-        ValueError: not exactly one of `layer_index` and `layer_type`, or one that the config does not have.
+        ValueError: not exactly one of `layer_index` and `layer_type`, or one that the config does not have; a dtype
+            other than float16, bfloat16, float32 and, with `jax_enable_x64`, float64; an argument of the wrong kind.
     """
 
     def __init__(
@@ -91,10 +94,11 @@ class CompressedAttention(nnx.Module):
         precision: Precision = None,
         rngs: nnx.Rngs,
     ) -> None:
+        config, rngs = as_config(config), as_rngs(rngs)
         self.config = config
         self.layer_type = _layer_type(config, layer_index, layer_type)
-        self.dtype, self.precision = dtype, precision
         numerics = Numerics(dtype, param_dtype, precision, config.initializer_range)
+        self.dtype, self.precision = numerics.dtype, precision
         eps, heads, dim = config.rms_norm_eps, config.num_attention_heads, config.head_dim
 
         self.q_a_proj = linear(
@@ -122,7 +126,7 @@ class CompressedAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S E"],
-        segment_ids: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]] | None = None,
         *,
         documents: Documents | None = None,
         select: Literal["top_k", "all"] = "top_k",
@@ -134,7 +138,7 @@ class CompressedAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S E"],
-        segment_ids: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]] | None = None,
         *,
         documents: Documents | None = None,
         select: Literal["top_k", "all"] = "top_k",
@@ -146,7 +150,7 @@ class CompressedAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B S E"],
-        segment_ids: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]] | None = None,
         *,
         documents: Documents | None = None,
         select: Literal["top_k", "all"] = "top_k",
@@ -175,6 +179,7 @@ class CompressedAttention(nnx.Module):
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
             NotImplementedError: the implementation cannot do this.
         """
+        as_choice("select", select, ("top_k", "all"))
         made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
         out, lse = self._attend(made, implementation)
         result = self.output(out, made.table)
@@ -197,7 +202,7 @@ class CompressedAttention(nnx.Module):
     def indexer_recall(
         self,
         x: Float[Array, "B S E"],
-        segment_ids: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]] | None = None,
         *,
         documents: Documents | None = None,
         implementation: str | Backend | None = None,
@@ -234,10 +239,10 @@ class CompressedAttention(nnx.Module):
         )
 
     def _activations(
-        self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str, *, index: bool
+        self, x: Array, segment_ids: Any, documents: Documents | None, select: str, *, index: bool
     ) -> _Activations:
         """All that attention takes; with `index` and in a CSA layer also what the indexer scores with."""
-        documents = self._documents(x, segment_ids, documents, select)
+        documents = self._documents(x, segment_ids, documents)
         x, q_residual, q, kv, table = self.project(x, documents)
         ratio = self.config.compress_ratio(self.layer_type)
         visibility = Visibility(documents, self.config.sliding_window, ratio)
@@ -282,7 +287,7 @@ class CompressedAttention(nnx.Module):
         self,
         cache: AttentionCache,
         x: Float[Array, "B T E"],
-        lengths: Int[Array, " B"] | np.ndarray | None = None,
+        lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None = None,
         *,
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
@@ -294,7 +299,8 @@ class CompressedAttention(nnx.Module):
         Args:
             cache: what came before; not changed, but its memory may be donated.
             x: hidden states, [B, T, E], right-padded.
-            lengths: integers [B], how many of the T each row has, 0 for a row that has none; all by default.
+            lengths: integers [B] in an array or a sequence, how many of the T each row has, 0 for a row that has none;
+                all by default.
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:
@@ -313,7 +319,7 @@ class CompressedAttention(nnx.Module):
         self,
         cache: AttentionCache,
         x: Float[Array, "B T E"],
-        lengths: Int[Array, " B"] | np.ndarray | None = None,
+        lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None = None,
         *,
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
@@ -328,12 +334,7 @@ class CompressedAttention(nnx.Module):
 
     def check_hidden_states(self, x: Array) -> None:
         """Raises ValueError unless x is floats [B, S, E]."""
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise ValueError(f"x: expected an array [B, S, {self.config.hidden_size}], got {type(x).__name__}")
-        if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
-            raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+        as_array("x", x, "B S E", (None, None, self.config.hidden_size))
 
     def project(self, x: Array, documents: Documents) -> Projected:
         """Queries and raw keys of hidden states [B, S, E] at the documents' positions."""
@@ -367,25 +368,19 @@ class CompressedAttention(nnx.Module):
             implementation=implementation,
         )
 
-    def _documents(self, x: Array, segment_ids: Array | None, documents: Documents | None, select: str) -> Documents:
+    def _documents(self, x: Array, segment_ids: Any, documents: Documents | None) -> Documents:
         """Checks the call's arguments and says where documents begin."""
         self.check_hidden_states(x)
-        if select not in ("top_k", "all"):
-            raise ValueError(f'select: expected "top_k" or "all", got {select!r}')
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")
-            shape = getattr(segment_ids, "shape", None)
-            if shape != x.shape[:2]:
-                raise ValueError(
-                    f"segment_ids: expected [B, S] = {x.shape[:2]}, got "
-                    + (f"shape {shape}" if isinstance(shape, tuple) else type(segment_ids).__name__)
-                )
-            return Documents.from_segment_ids(segment_ids)
+            documents = Documents.from_segment_ids(segment_ids)
+            if documents.shape != x.shape[:2]:
+                raise ValueError(f"segment_ids: expected [B, S] = {x.shape[:2]}, got shape {documents.shape}")
+            return documents
         if documents is None:
             return Documents.unpacked(x.shape[0], x.shape[1])
-        if not isinstance(documents, Documents):
-            raise ValueError(f"documents: expected Documents, got {type(documents).__name__}; ids go to segment_ids")
+        documents = as_documents("documents", documents)
         if documents.shape != x.shape[:2]:
             raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")
         return documents
@@ -393,9 +388,8 @@ class CompressedAttention(nnx.Module):
 
 def _layer_type(config: AttentionConfig, layer_index: int | None, layer_type: LayerType | str | None) -> LayerType:
     if (layer_index is None) == (layer_type is None):
-        raise ValueError(
-            f"layer_index, layer_type: expected exactly one of them, got {layer_index!r} and {layer_type!r}"
-        )
+        got = f"{described(layer_index)} and {described(layer_type)}"
+        raise ValueError(f"layer_index, layer_type: expected exactly one of them, got {got}")
     if layer_index is not None:
         return config.layer_type(layer_index)
     return as_layer_type("layer_type", layer_type)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from flax import nnx
 
+from foveal.checks import as_array, as_bool, as_float, as_int
 from foveal.geometry import WindowLayout
 from foveal.meshes import any_mesh
-from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
+from foveal.nn.parameters import Numerics, as_numerics, as_rngs, linear, rms_norm, zeros_parameter
 from foveal.ops.pooling import pool_windows
 from foveal.ops.rope import RopeTable, apply_rope
 from foveal.typing import Array, Float
@@ -27,6 +28,9 @@ class Compressor(nnx.Module):
         epsilon: of the norm.
         numerics: dtypes and precision.
         rngs: Flax random streams.
+
+    Raises:
+        ValueError: an argument of the wrong kind.
     """
 
     def __init__(
@@ -40,6 +44,10 @@ class Compressor(nnx.Module):
         numerics: Numerics,
         rngs: nnx.Rngs,
     ) -> None:
+        hidden_size, head_dim = as_int("hidden_size", hidden_size, 1), as_int("head_dim", head_dim, 1)
+        ratio, overlap = as_int("ratio", ratio, 1), as_bool("overlap", overlap)
+        epsilon = as_float("epsilon", epsilon, "> 0", 0.0)
+        numerics, rngs = as_numerics(numerics), as_rngs(rngs)
         width = 2 * head_dim if overlap else head_dim
         self.overlap = overlap
         self.dtype = numerics.dtype
@@ -67,7 +75,11 @@ class Compressor(nnx.Module):
         """What each token gives to its windows, before they are complete: values and gates, float32 [B, S, F].
 
         F is D, or 2 D where windows overlap.
+
+        Raises:
+            ValueError: x is not floats [B, S, E].
         """
+        x = as_array("x", x, "B S E", (None, None, self.kv_proj.in_features))
         return self.kv_proj(x), self.gate_proj(x)
 
     @any_mesh(like="kv", dims=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from foveal.checks import as_array, as_int
 from foveal.meshes import any_mesh
-from foveal.nn.parameters import Numerics, logical_axes
+from foveal.nn.parameters import Numerics, as_numerics, as_rngs, logical_axes
 from foveal.ops.output_projection import grouped_projection
 from foveal.typing import Array, Float
 
@@ -20,11 +21,16 @@ class GroupedLinear(nnx.Module):
         groups: G.
         numerics: dtypes and precision.
         rngs: Flax random streams.
+
+    Raises:
+        ValueError: an argument of the wrong kind.
     """
 
     def __init__(self, in_features: int, out_features: int, groups: int, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        numerics, rngs = as_numerics(numerics), as_rngs(rngs)
         init = jax.nn.initializers.normal(numerics.init_std)
-        shape = (groups, in_features, out_features)
+        sizes = {"groups": groups, "in_features": in_features, "out_features": out_features}
+        shape = tuple(as_int(name, size, 1) for name, size in sizes.items())
         self.kernel = nnx.Param(
             init(rngs.params(), shape, numerics.param_dtype), **logical_axes("o_groups", "group_heads", "o_lora")
         )
@@ -33,4 +39,5 @@ class GroupedLinear(nnx.Module):
     @any_mesh(like="x", dims=3)
     def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S M"]:
         """[B, S, H, D] -> [B, S, G * L]."""
+        x = as_array("x", x, "B S H D")
         return grouped_projection(x.astype(self.dtype), self.kernel[...], precision=self.precision)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flax import nnx
 
-from foveal.config import AttentionConfig, LayerType
+from foveal.checks import as_array
+from foveal.config import AttentionConfig, LayerType, as_config
 from foveal.geometry import Visibility
 from foveal.meshes import any_mesh
 from foveal.nn.compressor import Compressor
@@ -38,9 +39,13 @@ class LightningIndexer(Compressor):
         config: sizes.
         numerics: dtypes and precision.
         rngs: Flax random streams.
+
+    Raises:
+        ValueError: an argument of the wrong kind.
     """
 
     def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        config = as_config(config)
         super().__init__(
             config.hidden_size,
             config.index_head_dim,
@@ -70,7 +75,12 @@ class LightningIndexer(Compressor):
 
         Returns:
             Queries [B, S, I, J] in the layer's dtype, and the weights of the heads, float32 [B, S, I].
+
+        Raises:
+            ValueError: arguments that do not fit each other or the layer.
         """
+        x = as_array("x", x, "B S E", (None, None, self.kv_proj.in_features))
+        q_residual = as_array("q_residual", q_residual, "B S L", (*x.shape[:2], self.q_b_proj.in_features))
         q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
         return apply_rope(q, table), self.scorer(x)
 

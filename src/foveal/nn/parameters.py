@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from foveal.checks import as_dtype, as_float, as_precision, described
 from foveal.typing import Array, DTypeLike, Precision, accumulation_dtype
 
 
@@ -21,17 +22,43 @@ class Numerics:
         param_dtype: of the linear kernels. Sinks, position biases and norm scales are float32 in any case.
         precision: of the matmuls, as in `jax.lax.dot_general`.
         init_std: standard deviation of the kernels' initial values.
+
+    Raises:
+        ValueError: a dtype that a layer does not have, another precision than JAX's, or a negative deviation.
     """
+
+    __no_type_check__ = True  # __post_init__'s errors say more
 
     dtype: DTypeLike
     param_dtype: DTypeLike
     precision: Precision
     init_std: float
 
+    def __post_init__(self) -> None:
+        """Checks every field; makes the dtypes `jax.numpy`'s scalar types."""
+        for name in ("dtype", "param_dtype"):
+            object.__setattr__(self, name, as_dtype(name, getattr(self, name)))
+        as_precision(self.precision)
+        as_float("init_std", self.init_std, ">= 0", 0.0, inclusive=True)
+
     @property
     def wide(self) -> DTypeLike:
         """float32, or float64 in a float64 layer: what norms and softmax compute in. RoPE and pooling stay float32."""
         return accumulation_dtype(self.dtype)
+
+
+def as_numerics(value: object) -> Numerics:
+    """A `Numerics`, or a ValueError."""
+    if not isinstance(value, Numerics):
+        raise ValueError(f"numerics: expected Numerics, got {described(value)}")
+    return value
+
+
+def as_rngs(value: object) -> nnx.Rngs:
+    """Flax's random streams, or a ValueError."""
+    if not isinstance(value, nnx.Rngs):
+        raise ValueError(f"rngs: expected flax.nnx.Rngs, as nnx.Rngs(0), got {described(value)}")
+    return value
 
 
 def logical_axes(*names: str | None) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache, CompressorState, completing, extended_state
+from foveal.checks import as_lengths, on_host, require
 from foveal.geometry import Documents, Visibility
 from foveal.nn.compressor import Compressor
 from foveal.nn.indexer import IndexedCompressor
@@ -26,7 +27,7 @@ def append_tokens(
     layer: CompressedAttention,
     cache: AttentionCache,
     x: Float[Array, "B T E"],
-    lengths: Int[Array, " B"] | np.ndarray | None,
+    lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None,
     implementation: str | Backend | None,
 ) -> tuple[Float[Array, "B T E"], AttentionCache]:
     """See `CompressedAttention.prefill`.
@@ -82,27 +83,19 @@ def _compressed(
 
 
 def _counts(
-    cache: AttentionCache, x: Float[Array, "B T E"], lengths: Int[Array, " B"] | np.ndarray | None
+    cache: AttentionCache, x: Float[Array, "B T E"], lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None
 ) -> Int32[Array, " B"]:
     """How many of the T tokens each row gets, int32 [B]; checked where known, else no more than fit."""
     batch, size, _ = x.shape
-    if lengths is None:
-        lengths = np.full((batch,), size, np.int32)
-    if getattr(lengths, "shape", None) != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        got = f"{lengths.dtype} of shape {lengths.shape}" if hasattr(lengths, "dtype") else repr(lengths)
-        raise ValueError(f"lengths: expected integers [B] = {(batch,)}, got {got}")
-    if not isinstance(lengths, Tracer):
-        values = np.asarray(lengths)
-        if ((values < 0) | (values > size)).any():
-            raise ValueError(f"lengths: expected 0 to {size}, the tokens of x, got {values.tolist()}")
-        if not isinstance(cache.lengths, Tracer):
-            held = np.asarray(cache.lengths)
-            if (held + values > cache.capacity).any():
-                raise ValueError(
-                    f"lengths: expected at most what the cache has room for, {(cache.capacity - held).tolist()} of "
-                    f"{cache.capacity}, got {values.tolist()}"
-                )
-    return jnp.minimum(narrowed(lengths, 0, size), cache.capacity - cache.lengths)
+    given = np.full((batch,), size, np.int32) if lengths is None else lengths
+    counts, values = as_lengths("lengths", given, batch)
+    require("lengths", values, lambda a: (a >= 0) & (a <= size), f"0 to {size}, the tokens of x")
+    held = None if values is None else on_host(cache.lengths)
+    if values is not None and held is not None:
+        room = cache.capacity - held
+        most = f"{room[int((values > room).argmax())]} of {cache.capacity}" if room.size else "none"
+        require("lengths", values, lambda a: a <= room, f"at most what the cache has room for, {most}")
+    return jnp.minimum(narrowed(counts, 0, size), cache.capacity - cache.lengths)
 
 
 def _check_cache(layer: CompressedAttention, cache: AttentionCache, x: Array) -> None:

@@ -7,12 +7,12 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from foveal.backends import registry
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
-from foveal.geometry import Visibility
+from foveal.checks import as_array, as_indices, as_precision, as_scale, same_dtype
+from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Float, Int, Int32, Precision, narrowed
 
@@ -136,53 +136,25 @@ def _request(
     scale: float | int | None,
     precision: Precision,
 ) -> AttentionRequest:
-    """Checks a call and fills in its defaults; needs shapes and dtypes only."""
-    named = {"q": q, "kv": kv, "entries": entries, "indices": indices, "sinks": sinks}
-    for name, array in named.items():
-        if array is None and name in ("entries", "indices", "sinks"):
-            continue
-        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise ValueError(f"{name}: expected an array, got {type(array).__name__}")
-    _check_keys(q, kv, entries, visibility)
+    """Checks a call and fills in its defaults; of values only those of concrete documents."""
+    visibility = as_visibility(visibility)
+    q = as_array("q", q, "B S H D", visibility.documents.shape)
     batch, length, heads, dim = q.shape
-    if indices is not None:
-        if indices.ndim != 3 or indices.shape[:2] != (batch, length):
-            raise ValueError(f"indices: expected [B, S, K] with (B, S) = {(batch, length)}, got shape {indices.shape}")
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
-    if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        raise ValueError(f"sinks: expected floats [H] = {(heads,)}, got {sinks.dtype} of shape {sinks.shape}")
-    scale = dim**-0.5 if scale is None else scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number) or not np.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    if visibility.slots == 0:
-        entries = indices = None
-    return AttentionRequest(q, kv, entries, visibility, indices, sinks, float(scale), precision)
-
-
-def _check_keys(q: Array, kv: Array, entries: Array | None, visibility: Visibility) -> None:
-    if q.ndim != 4 or q.shape[:2] != visibility.documents.shape:
-        raise ValueError(f"q: expected [B, S, H, D] with (B, S) = {visibility.documents.shape}, got shape {q.shape}")
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q: expected a floating dtype, got {q.dtype}")
-    batch, dim = q.shape[0], q.shape[3]
     if dim < 1:
         raise ValueError(f"q: expected [B, S, H, D] with D >= 1, got shape {q.shape}")
-    if kv.shape != (batch, visibility.raw_keys, dim):
-        raise ValueError(f"kv: expected [B, N, D] = {(batch, visibility.raw_keys, dim)}, got shape {kv.shape}")
-    if kv.dtype != q.dtype:
-        raise ValueError(f"kv: expected q's dtype {q.dtype}, got {kv.dtype}")
-    if entries is None:
-        if visibility.slots:
-            raise ValueError(f"entries: expected [B, C, D] with C = {visibility.slots}, got None")
-        return
-    if entries.shape != (batch, visibility.slots, dim):
-        raise ValueError(
-            f"entries: expected [B, C, D] = {(batch, visibility.slots, dim)} (C = visibility.slots), "
-            f"got shape {entries.shape}"
-        )
-    if entries.dtype != q.dtype:
-        raise ValueError(f"entries: expected q's dtype {q.dtype}, got {entries.dtype}")
+    kv = as_array("kv", kv, "B N D", (batch, visibility.raw_keys, dim))
+    same_dtype("kv", kv, "q", q)
+    if entries is not None or visibility.slots:
+        entries = as_array("entries", entries, "B C D", (batch, visibility.slots, dim))
+        same_dtype("entries", entries, "q", q)
+    if indices is not None:
+        indices = as_indices("indices", indices, (batch, length))
+    if sinks is not None:
+        sinks = as_array("sinks", sinks, "H", (heads,))
+    scale, precision = as_scale(scale, dim), as_precision(precision)
+    if visibility.slots == 0:
+        entries = indices = None
+    return AttentionRequest(q, kv, entries, visibility, indices, sinks, scale, precision)
 
 
 def _canonical(request: AttentionRequest) -> AttentionRequest:

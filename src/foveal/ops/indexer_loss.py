@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.program import varying
-from foveal.geometry import Visibility
+from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
+from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher, log_denominator
+from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -49,7 +50,7 @@ def indexer_loss(
     sinks: Float[Array, " H"] | None,
     visibility: Visibility,
     indices: Int[Array, "B S K"] | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     denominator: Literal["all", "entries"] = "all",
     precision: Precision = None,
 ) -> IndexerLoss:
@@ -80,12 +81,18 @@ def indexer_loss(
         precision: of the matmuls.
 
     Raises:
-        ValueError: shapes that do not fit each other, or an unknown denominator.
+        ValueError: arguments that do not fit each other, or an unknown denominator.
     """
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    _check(index_q, index_weights, index_keys, q, entries, lse, sinks, visibility, indices, denominator)
+    as_choice("denominator", denominator, ("all", "entries"))
+    visibility = as_visibility(visibility)
+    rows, slots = visibility.documents.shape, visibility.slots
+    index_q = as_array("index_q", index_q, "B S I J", rows)
+    index_weights = as_array("index_weights", index_weights, "B S I", index_q.shape[:3])
+    index_keys = as_array("index_keys", index_keys, "B C J", (rows[0], slots, index_q.shape[3]))
+    teacher = Teacher.of(q, entries, lse, sinks, visibility)
+    indices = None if indices is None else as_indices("indices", indices, rows)
+    scale, precision = as_scale(scale, teacher.q.shape[3]), as_precision(precision)
     wide = jnp.float32
-    teacher = jax.lax.stop_gradient(Teacher(q, entries, log_denominator(lse, sinks)))
     student = Student(index_q, index_weights, index_keys)
     if index_q.shape[0] * index_q.shape[1] * index_keys.shape[1] == 0 or (
         indices is not None and indices.shape[2] == 0
@@ -212,39 +219,3 @@ def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Ar
     teacher, student = jnp.exp(log_teacher), jnp.exp(log_student)
     each = jnp.where(some, teacher * (log_teacher - log_student), 0.0)
     return _RowSums(each.sum(axis=-1), any_entry), jnp.where(able, student - teacher, 0.0)
-
-
-def _check(
-    index_q: Array,
-    index_weights: Array,
-    index_keys: Array,
-    q: Array,
-    entries: Array,
-    lse: Array,
-    sinks: Array | None,
-    visibility: Visibility,
-    indices: Array | None,
-    denominator: str,
-) -> None:
-    if denominator not in ("all", "entries"):
-        raise ValueError(f'denominator: expected "all" or "entries", got {denominator!r}')
-    rows, slots = visibility.documents.shape, visibility.slots
-    for name, array, ndim in (("index_q", index_q, 4), ("q", q, 4)):
-        if array.ndim != ndim or array.shape[:2] != rows:
-            raise ValueError(f"{name}: expected [B, S, ., .] with (B, S) = {rows}, got shape {array.shape}")
-    expected = {
-        "index_weights": (index_weights, index_q.shape[:3]),
-        "index_keys": (index_keys, (rows[0], slots, index_q.shape[3])),
-        "entries": (entries, (rows[0], slots, q.shape[3])),
-        "lse": (lse, q.shape[:3]),
-    }
-    if sinks is not None:
-        expected["sinks"] = (sinks, (q.shape[2],))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-    if indices is not None:
-        if indices.ndim != 3 or indices.shape[:2] != rows:
-            raise ValueError(f"indices: expected [B, S, K] with (B, S) = {rows}, got shape {indices.shape}")
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")

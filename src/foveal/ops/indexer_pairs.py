@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.program import platform, varying
-from foveal.geometry import TileRanges
+from foveal.checks import as_array
+from foveal.geometry import TileRanges, Visibility
 from foveal.ops.indexing import relu
 from foveal.typing import Array, Precision
 
@@ -32,6 +33,16 @@ class Teacher(NamedTuple):
     q: Array
     entries: Array
     whole: Array
+
+    @classmethod
+    def of(cls, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility) -> Teacher:
+        """Of an op's arguments, once checked; no gradient passes to them."""
+        q = as_array("q", q, "B S H D", visibility.documents.shape)
+        batch, _, heads, dim = q.shape
+        entries = as_array("entries", entries, "B C D", (batch, visibility.slots, dim))
+        lse = as_array("lse", lse, "B S H", q.shape[:3])
+        sinks = None if sinks is None else as_array("sinks", sinks, "H", (heads,))
+        return jax.lax.stop_gradient(cls(q, entries, log_denominator(lse, sinks)))
 
 
 @dataclasses.dataclass(frozen=True)

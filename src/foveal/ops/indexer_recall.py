@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from foveal.backends.program import varying
 from foveal.backends.request import membership
-from foveal.geometry import Visibility
+from foveal.checks import as_indices, as_precision, as_scale
+from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.ops.indexer_pairs import heads_logits, log_denominator
+from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank
 from foveal.typing import Array, Float, Float32, Int, Precision
 
@@ -50,7 +51,7 @@ def indexer_recall(
     lse: Float[Array, "B S H"],
     sinks: Float[Array, " H"] | None,
     visibility: Visibility,
-    scale: float | None = None,
+    scale: float | int | None = None,
     precision: Precision = None,
 ) -> IndexerRecall:
     """Recall of the K entries to which attention to all of them gives the most weight, summed over heads.
@@ -74,16 +75,17 @@ def indexer_recall(
         precision: of the matmul.
 
     Raises:
-        ValueError: shapes that do not fit each other, or indices that are not integers.
+        ValueError: arguments that do not fit each other.
     """
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    _check(indices, q, entries, lse, sinks, visibility)
+    visibility = as_visibility(visibility)
+    q, entries, whole = Teacher.of(q, entries, lse, sinks, visibility)
+    indices = as_indices("indices", indices, visibility.documents.shape)
+    scale, precision = as_scale(scale, q.shape[3]), as_precision(precision)
     batch, length, heads, _ = q.shape
     slots, chosen = entries.shape[1], indices.shape[2]
     zero = jnp.zeros((), jnp.float32)
     if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
-    q, entries, whole = jax.lax.stop_gradient((q, entries, log_denominator(lse, sinks)))
     size = min(max(1, _ELEMENTS // (batch * heads * slots)), length)
 
     def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -104,19 +106,3 @@ def indexer_recall(
 
     start = varying((zero, zero), (q, entries, whole, indices, visibility))
     return IndexerRecall(*jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // size)), step, start))
-
-
-def _check(indices: Array, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility) -> None:
-    rows, slots = visibility.documents.shape, visibility.slots
-    if q.ndim != 4 or q.shape[:2] != rows:
-        raise ValueError(f"q: expected [B, S, H, D] with (B, S) = {rows}, got shape {q.shape}")
-    if indices.ndim != 3 or indices.shape[:2] != rows:
-        raise ValueError(f"indices: expected [B, S, K] with (B, S) = {rows}, got shape {indices.shape}")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(f"indices: expected an integer dtype, got {indices.dtype}")
-    expected = {"entries": (entries, (rows[0], slots, q.shape[3])), "lse": (lse, q.shape[:3])}
-    if sinks is not None:
-        expected["sinks"] = (sinks, (q.shape[2],))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")

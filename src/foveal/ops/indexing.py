@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.backends.program import platform, varying
-from foveal.geometry import TileRanges, Visibility
+from foveal.checks import as_array, as_int, as_precision
+from foveal.geometry import TileRanges, Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Int32, Precision
 
@@ -57,10 +58,15 @@ def select_entries(
         int32 [B, S, K], K = min(top_k, C): chosen slots in ascending order, then -1 for none.
 
     Raises:
-        ValueError: shapes that do not fit each other, or `top_k` or `block_size` below 1.
+        ValueError: arguments that do not fit each other, or `top_k` or `block_size` below 1.
     """
-    _check(q, weights, keys, visibility, top_k, block_size)
-    batch, length, heads, _ = q.shape
+    visibility = as_visibility(visibility)
+    q = as_array("q", q, "B S I J", visibility.documents.shape)
+    batch, length, heads, dim = q.shape
+    weights = as_array("weights", weights, "B S I", (batch, length, heads))
+    keys = as_array("keys", keys, "B C J", (batch, visibility.slots, dim))
+    top_k, precision = as_int("top_k", top_k, 1), as_precision(precision)
+    block_size = None if block_size is None else as_int("block_size", block_size, 1)
     slots = keys.shape[1]
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:
@@ -265,16 +271,3 @@ def _largest(array: Array) -> Array:
     """Infinite if anything is not finite: a maximum alone may pass over NaN, as `relu` says."""
     array = array.astype(jnp.float32)
     return jnp.where(jnp.isfinite(array).all(), jnp.abs(array).max(), jnp.inf)
-
-
-def _check(q: Array, weights: Array, keys: Array, visibility: Visibility, top_k: int, block_size: int | None) -> None:
-    if q.ndim != 4 or q.shape[:2] != visibility.documents.shape:
-        raise ValueError(f"q: expected [B, S, I, J] with (B, S) = {visibility.documents.shape}, got shape {q.shape}")
-    if weights.shape != q.shape[:3]:
-        raise ValueError(f"weights: expected {q.shape[:3]}, got shape {weights.shape}")
-    expected = (q.shape[0], visibility.slots, q.shape[3])
-    if keys.shape != expected:
-        raise ValueError(f"keys: expected [B, C, J] = {expected}, got shape {keys.shape}")
-    for name, value in (("top_k", top_k), ("block_size", block_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")

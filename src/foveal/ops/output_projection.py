@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from foveal.checks import as_array, as_precision
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Precision
 
@@ -29,14 +30,12 @@ def grouped_projection(
     Raises:
         ValueError: H is not a multiple of G, or the kernel's second axis is not (H / G) D.
     """
-    if x.ndim != 4:
-        raise ValueError(f"x: expected [B, S, H, D], got shape {x.shape}")
-    if kernel.ndim != 3:
-        raise ValueError(f"kernel: expected [G, H * D / G, L], got shape {kernel.shape}")
+    x, kernel = as_array("x", x, "B S H D"), as_array("kernel", kernel, "G N L")
+    precision = as_precision(precision)
     batch, length, heads, dim = x.shape
     groups, width, latent = kernel.shape
-    if heads % groups or width * groups != heads * dim:
-        raise ValueError(f"kernel: expected [G, H * D / G, L] for x {x.shape}, got {kernel.shape}")
+    if not groups or heads % groups or width * groups != heads * dim:
+        raise ValueError(f"kernel: expected [G, H * D / G, L] for x of shape {x.shape}, got shape {kernel.shape}")
     grouped = x.reshape(batch, length, groups, width)
     projected = jnp.einsum("bsgn,gnl->bsgl", grouped, kernel.astype(x.dtype), precision=precision)
     return projected.reshape(batch, length, groups * latent)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from foveal.geometry import WindowLayout
+from foveal.checks import as_array, as_bool
+from foveal.geometry import WindowLayout, as_layout
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Float32
 
@@ -40,9 +41,14 @@ def pool_windows(
         reach anything, NaN included.
 
     Raises:
-        ValueError: shapes that do not fit each other or the layout.
+        ValueError: arguments that do not fit each other or the layout.
     """
-    _check_shapes(kv, gate, position_bias, layout, overlap=overlap)
+    layout, overlap = as_layout(layout), as_bool("overlap", overlap)
+    kv = as_array("kv", kv, "B S F", (layout.start.shape[0], layout.rows))
+    gate = as_array("gate", gate, "B S F", kv.shape)
+    position_bias = as_array("position_bias", position_bias, "m F", (layout.ratio, kv.shape[2]))
+    if overlap and kv.shape[2] % 2:
+        raise ValueError(f"kv: expected an even width where windows overlap, got shape {kv.shape}")
     width = kv.shape[-1] // 2 if overlap else kv.shape[-1]
     current = slice(kv.shape[-1] - width, None)
     parts = [(current, 0, None if layout.complete else layout.valid)]
@@ -70,17 +76,3 @@ def _softmax_weighted_sum(value: Array, logit: Array) -> Array:
     weight = jnp.exp(logit - jnp.where(peak == -jnp.inf, 0.0, peak))
     total = jnp.sum(weight, axis=2)
     return jnp.sum(weight * value, axis=2) / jnp.where(total == 0.0, 1.0, total)
-
-
-def _check_shapes(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, overlap: bool) -> None:
-    if kv.ndim != 3 or kv.shape[:2] != (layout.start.shape[0], layout.rows):
-        raise ValueError(
-            f"kv: expected [B, S, F] with (B, S) = {(layout.start.shape[0], layout.rows)} as the layout, "
-            f"got shape {kv.shape}"
-        )
-    if gate.shape != kv.shape:
-        raise ValueError(f"gate: expected kv's shape {kv.shape}, got {gate.shape}")
-    if position_bias.shape != (layout.ratio, kv.shape[2]):
-        raise ValueError(f"position_bias: expected {(layout.ratio, kv.shape[2])}, got {position_bias.shape}")
-    if overlap and kv.shape[2] % 2:
-        raise ValueError(f"kv: overlapped windows need an even width, got shape {kv.shape}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from foveal.checks import as_array, as_bool, as_int, as_integers, described
 from foveal.config import RopeConfig, YarnConfig
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Float32, Int
@@ -33,10 +35,13 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     unit in the last place of a frequency is 0.06 radians at a million tokens.
 
     Raises:
-        ValueError: `rope_dim` is odd or below 2.
+        ValueError: `rope_dim` is odd or below 2, or `rope` is no `RopeConfig`.
     """
-    if rope_dim < 2 or rope_dim % 2:
-        raise ValueError(f"rope_dim: expected an even number >= 2, got {rope_dim}")
+    if not isinstance(rope, RopeConfig):
+        raise ValueError(f"rope: expected a RopeConfig, got {described(rope)}")
+    rope_dim = as_int("rope_dim", rope_dim, 2)
+    if rope_dim % 2:
+        raise ValueError(f"rope_dim: expected an even int, got {rope_dim}")
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
     # float32 powers differ by an ulp between libraries; rounding the float64 power once is the one everybody is near.
     frequency = np.float32(1) / np.power(rope.theta, exponent.astype(np.float64)).astype(np.float32)
@@ -57,13 +62,19 @@ def _yarn(frequency: np.ndarray, theta: float, rope_dim: int, yarn: YarnConfig) 
 
 
 @any_mesh(like="positions")
-def rope_table(positions: Int[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
+def rope_table(
+    positions: Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]], rope: RopeConfig, rope_dim: int
+) -> RopeTable:
     """Cosines and sines for integer `positions` [B, T]: float32 [B, T, rope_dim / 2] each.
 
     Positions below 2**24 are exact in float32; the angle is one float32 product, as in DeepSeek's inference code.
+
+    Raises:
+        ValueError: positions that are not integers [B, T], or as `rope_frequencies`.
     """
     frequency = jnp.asarray(rope_frequencies(rope, rope_dim))
-    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    position, _ = as_integers("positions", positions, ndims=(2,), fetch=False)
+    angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
     return RopeTable(jnp.cos(angle), jnp.sin(angle))
 
 
@@ -83,13 +94,18 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
     Raises:
         ValueError: x has other positions than the table, or is narrower than R.
     """
-    rope_dim = 2 * table.cos.shape[-1]
-    if x.ndim < 3 or x.shape[:2] != table.cos.shape[:2] or x.shape[-1] < rope_dim:
-        raise ValueError(
-            f"x: expected [B, T, ..., D] with (B, T) = {table.cos.shape[:2]} as the table and D >= {rope_dim}, "
-            f"got shape {x.shape}"
-        )
+    table, inverse = _as_table(table), as_bool("inverse", inverse)
+    x, rope_dim = as_array("x", x, "B T *", table.cos.shape[:2]), 2 * table.cos.shape[-1]
+    if x.ndim < 3 or x.shape[-1] < rope_dim:
+        raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim}, as the table, got shape {x.shape}")
     return _rotated(inverse, x, table)
+
+
+def _as_table(table: object) -> RopeTable:
+    if not (isinstance(table, tuple) and len(table) == 2):
+        raise ValueError(f"table: expected a RopeTable, got {described(table)}")
+    cos = as_array("table.cos", table[0], "B T P")
+    return RopeTable(cos, as_array("table.sin", table[1], "B T P", cos.shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from foveal.checks import as_int
+
 LANES = 128
 """Blocks are whole vector registers wide."""
 
@@ -42,12 +44,13 @@ class SplashBlocks:
     stacked_heads: int = 1
 
     def __post_init__(self) -> None:
-        """Checks every size."""
+        """Checks every size; makes it a plain `int`."""
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 1 if field.name == "stacked_heads" else LANES
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % least:
-                wanted = "an int >= 1" if least == 1 else f"a positive multiple of {LANES}"
-                raise ValueError(f"{field.name}: expected {wanted}, got {value!r}")
+            size = as_int(field.name, value, least)
+            if size % least:
+                raise ValueError(f"{field.name}: expected a multiple of {LANES}, got {size}")
+            object.__setattr__(self, field.name, size)
 
     @classmethod
     def of(

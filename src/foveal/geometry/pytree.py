@@ -1,0 +1,43 @@
+"""Dataclasses that check what users give them, and that JAX takes apart and rebuilds without being checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+def checked_pytree(cls: type[T]) -> type[T]:
+    """Registers a dataclass as a pytree: fields are data, or static where their metadata says so.
+
+    As `jax.tree_util.register_dataclass`, but JAX rebuilds it without its `__init__`. Tree transformations put anything
+    in the place of data, tracers, placeholders, arrays with other axes, while `__post_init__` may insist on what a user
+    must give.
+    """
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  (a dataclass: its decorator stands below)
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    data = tuple(field.name for field in fields if field.name not in static)
+
+    def flatten(made: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(made, name) for name in data), tuple(getattr(made, name) for name in static)
+
+    def flatten_with_keys(made: T) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        children, facts = flatten(made)
+        return tuple(zip(map(jax.tree_util.GetAttrKey, data), children, strict=True)), facts
+
+    def unflatten(facts: tuple[Any, ...], children: Any) -> T:
+        return unchecked(cls, **dict(zip(data, children, strict=True)), **dict(zip(static, facts, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+def unchecked(cls: type[T], **fields: Any) -> T:
+    """A dataclass from all its fields, without its `__init__`: for who has made them as they must be."""
+    made = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made

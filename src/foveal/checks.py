@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from foveal.typing import Array, Bool, DTypeLike, Int32, Precision
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Names of the dtypes that floats may have."""
 
 _SHORT = reprlib.Repr()

@@ -326,7 +326,7 @@ def as_config(value: object) -> AttentionConfig:
     """An `AttentionConfig`, or a ValueError."""
     if not isinstance(value, AttentionConfig):
         hint = "; AttentionConfig.from_hf_config reads one" if isinstance(value, Mapping) else ""
-        raise ValueError(f"config: expected an AttentionConfig, got a {type(value).__name__}{hint}")
+        raise ValueError(f"config: expected an AttentionConfig, got {type(value).__name__}{hint}")
     return value
 
 

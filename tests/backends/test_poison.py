@@ -77,7 +77,7 @@ def test_no_selected_slots_at_all_leaves_the_window(implementation):
 def test_what_is_no_array_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users call it
     visibility = Visibility(Documents.unpacked(1, 4), 2)
-    with pytest.raises(ValueError, match=r"^sinks: expected an array, got list"):
+    with pytest.raises(ValueError, match=r"^sinks: expected floats \[H\] = \(1,\), got a list"):
         core_attention(jnp.zeros((1, 4, 1, 2)), jnp.zeros((1, 4, 2)), visibility=visibility, sinks=[0.0])  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -19,7 +19,7 @@ from foveal.checkpoint.find import abstract_layer, parameter_shapes
 from foveal.checkpoint.names import maxtext_path, maxtext_shape, rows_of
 from foveal.checkpoint.save import common_config, parameters
 from foveal.checks import FLOATS, as_dtype
-from foveal.config import AttentionConfig
+from foveal.config import AttentionConfig, as_config
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array, DTypeLike, Precision
 
@@ -94,8 +94,7 @@ def from_maxtext(
         CheckpointError: a `ValueError` listing parameters that are missing, unexpected, of another shape or no floats.
         ValueError: not such a tree, or a dtype that is not floating.
     """
-    if not isinstance(config, AttentionConfig):
-        raise ValueError(f"config: expected an AttentionConfig, got {type(config).__name__}")
+    config = as_config(config)
     kind = as_dtype("dtype", dtype)
     param_kind = kind if param_dtype is None else as_dtype("param_dtype", param_dtype)
     made = {}

@@ -80,7 +80,7 @@ class CompressedAttention(nnx.Module):
 
     Raises:
         ValueError: not exactly one of `layer_index` and `layer_type`, or one that the config does not have; a dtype
-            other than float16, bfloat16, float32 and, with `jax_enable_x64`, float64; an argument of the wrong kind.
+            other than bfloat16, float16, float32 and, with `jax_enable_x64`, float64; an argument of the wrong kind.
     """
 
     def __init__(

@@ -44,6 +44,26 @@ def as_int(name: str, value: object, minimum: int | None = None, maximum: int | 
     raise ValueError(f"{name}: expected {' '.join(['an int', ' and '.join(bounds)]).strip()}, got {described(value)}")
 
 
+def as_size(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
+    """The size of an axis: an int, or a symbolic dimension of `jax.export`, which stands for any that fits."""
+    from jax.export import is_symbolic_dim
+
+    # To annotations a symbolic dimension is an int, here as in JAX.
+    return value if is_symbolic_dim(value) else as_int(name, value, minimum, maximum)  # pyright: ignore[reportReturnType]
+
+
+def require_static_length(name: str, array: Any) -> None:
+    """Raises NotImplementedError for an array [B, S, ...] whose S is a symbolic dimension of `jax.export`."""
+    from jax.export import is_symbolic_dim
+
+    shape = getattr(array, "shape", ())
+    if len(shape) > 1 and is_symbolic_dim(shape[1]):
+        raise NotImplementedError(
+            f"{name}: a program is cut for one length: expected a static S, got {shape}; export one for each length "
+            "(B may be symbolic)"
+        )
+
+
 def as_float(
     name: str, value: object, bound: str = "", minimum: float = -math.inf, *, inclusive: bool = False
 ) -> float:

@@ -8,7 +8,8 @@ import json
 
 import jax
 
-from foveal.cache import AttentionCache, CacheStack
+from foveal.cache import AttentionCache
+from foveal.cache_stack import CacheStack
 from foveal.cli.console import make_console, short_name, size_text
 from foveal.cli.errors import require
 from foveal.cli.numbers import int_between

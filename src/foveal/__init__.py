@@ -1,5 +1,6 @@
 """Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far."""
 
+from foveal import exporting as exporting  # registers the pytrees with jax.export
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cache import AttentionCache
 from foveal.cache_stack import CacheStack

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from foveal.checks import require_static_length
 from foveal.geometry.documents import Documents
 from foveal.typing import Array, Bool, Int32
 
@@ -102,7 +103,10 @@ class Visibility:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
-        if isinstance(self.documents, Documents) and self.documents.continues:
+        if not isinstance(self.documents, Documents):
+            return
+        require_static_length("documents", self.documents.document_start)
+        if self.documents.continues:
             reach = -window_first(0, self.sliding_window)
             if self.history < reach:
                 raise ValueError(

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from foveal.checks import require_static_length
 from foveal.geometry.documents import Documents
 from foveal.typing import Array, Bool, Int32, Shaped
 
@@ -53,6 +54,7 @@ class WindowLayout:
             ValueError: `ratio` below 1, or documents that began before these rows.
         """
         _check_ratio(ratio)
+        require_static_length("documents", documents.document_start)
         if documents.continues:
             raise ValueError("documents: expected such as begin in these rows, got continuing ones")
         begins, length = documents.document_start, documents.shape[1]

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
+from foveal.checks import require_static_length
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.nn.grouped_linear import GroupedLinear
@@ -322,13 +323,14 @@ class CompressedAttention(nnx.Module):
         return append_tokens(self, cache, x, lengths, implementation)
 
     def check_hidden_states(self, x: Array) -> None:
-        """Raises ValueError unless x is floats [B, S, E]."""
+        """Raises ValueError unless x is floats [B, S, E], and NotImplementedError for a symbolic S."""
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"x: expected an array [B, S, {self.config.hidden_size}], got {type(x).__name__}")
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size:
             raise ValueError(f"x: expected [B, S, {self.config.hidden_size}], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
+        require_static_length("x", x)
 
     def project(self, x: Array, documents: Documents) -> Projected:
         """Queries and raw keys of hidden states [B, S, E] at the documents' positions."""

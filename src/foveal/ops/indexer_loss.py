@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from foveal.backends.planned import planned
 from foveal.backends.program import varying
 from foveal.geometry import Visibility
 from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher, log_denominator
@@ -84,7 +85,7 @@ def indexer_loss(
     _check(index_q, index_weights, index_keys, q, entries, lse, sinks, visibility, indices, denominator)
     wide = jnp.float32
     teacher = jax.lax.stop_gradient(Teacher(q, entries, log_denominator(lse, sinks)))
-    student = Student(index_q, index_weights, index_keys)
+    student = Student(planned(index_q), index_weights, index_keys)
     if index_q.shape[0] * index_q.shape[1] * index_keys.shape[1] == 0 or (
         indices is not None and indices.shape[2] == 0
     ):

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.program import varying
+from foveal.backends.planned import planned
+from foveal.backends.program import per_row, varying
 from foveal.backends.request import membership
 from foveal.geometry import Visibility
 from foveal.ops.indexer_pairs import heads_logits, log_denominator
@@ -81,8 +82,8 @@ def indexer_recall(
     zero = jnp.zeros((), jnp.float32)
     if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
-    q, entries, whole = jax.lax.stop_gradient((q, entries, log_denominator(lse, sinks)))
-    size = min(max(1, _ELEMENTS // (batch * heads * slots)), length)
+    q, entries, whole = jax.lax.stop_gradient((planned(q), entries, log_denominator(lse, sinks)))
+    size = min(per_row(_ELEMENTS // (heads * slots), batch, 1), length)
 
     def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         row = jnp.minimum(i * size, length - size)

@@ -39,14 +39,13 @@ every_layer_type = pytest.mark.parametrize("layer_type", tuple(LayerType))
 
 
 @pytest.fixture
-def b(monkeypatch):
-    """A symbolic batch, in annotations an int as all sizes are: it stands for one."""
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+def b():
+    """A symbolic batch."""
     return export.symbolic_shape("b")[0]
 
 
 @pytest.fixture
-def s(b):
+def s():
     """A symbolic length."""
     return export.symbolic_shape("s", constraints=["s >= 512"])[0]
 

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from foveal.checks import as_flags, as_int, as_lengths, as_size, require
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import WindowLayout, window_halo
-from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype
+from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype
 
 
 class CompressorState(NamedTuple):
@@ -66,7 +66,7 @@ class AttentionCache:
         config: AttentionConfig,
         layer_type: LayerType | str,
         *,
-        batch: int,
+        batch: Size,
         capacity: int,
         max_rollback: int = 0,
         dtype: DTypeLike = jnp.float32,
@@ -111,7 +111,7 @@ class AttentionCache:
         )
 
     @property
-    def batch(self) -> int:
+    def batch(self) -> Size:
         """B."""
         return self.lengths.shape[0]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from foveal.cache import AttentionCache
 from foveal.config import AttentionConfig
-from foveal.typing import Array, Bool, DTypeLike, Int, Int32
+from foveal.typing import Array, Bool, DTypeLike, Int, Int32, Size
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class CacheStack:
         cls,
         config: AttentionConfig,
         *,
-        batch: int,
+        batch: Size,
         capacity: int,
         max_rollback: int = 0,
         dtype: DTypeLike = jnp.float32,

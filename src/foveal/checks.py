@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from foveal.typing import Array, Bool, DTypeLike, Int32, Precision
+    from foveal.typing import Array, Bool, DTypeLike, Int32, Precision, Size
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Names of the dtypes that floats may have."""
@@ -44,12 +44,11 @@ def as_int(name: str, value: object, minimum: int | None = None, maximum: int | 
     raise ValueError(f"{name}: expected {' '.join(['an int', ' and '.join(bounds)]).strip()}, got {described(value)}")
 
 
-def as_size(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> int:
+def as_size(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> Size:
     """The size of an axis: an int, or a symbolic dimension of `jax.export`, which stands for any that fits."""
     from jax.export import is_symbolic_dim
 
-    # To annotations a symbolic dimension is an int, here as in JAX.
-    return value if is_symbolic_dim(value) else as_int(name, value, minimum, maximum)  # pyright: ignore[reportReturnType]
+    return value if is_symbolic_dim(value) else as_int(name, value, minimum, maximum)
 
 
 def require_static_length(name: str, array: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
 
-from foveal.typing import Array
+from foveal.typing import Array, Size
 
 
 def platform() -> str:
@@ -33,7 +33,7 @@ _NOMINAL_BATCH = 8
 """What a batch that is a symbolic dimension is planned for as."""
 
 
-def per_row(total: int, batch: int, least: int) -> int:
+def per_row(total: int, batch: Size, least: int) -> int:
     """`total` shared among the rows of a batch, at least `least` each."""
     return max(least, total // (_NOMINAL_BATCH if is_symbolic_dim(batch) else batch))
 

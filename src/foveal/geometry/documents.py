@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.checks import as_integers
-from foveal.typing import Array, Bool, Int, Int32
+from foveal.typing import Array, Bool, Int, Int32, Size
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +45,7 @@ class Documents:
             raise ValueError(f"alignment: expected an int >= 0, got {self.alignment!r}")
 
     @classmethod
-    def unpacked(cls, batch: int, length: int) -> Documents:
+    def unpacked(cls, batch: Size, length: Size) -> Documents:
         """Every row is one document that starts at row 0 and fills it."""
         return cls(jnp.zeros((batch, length), jnp.int32), alignment=0, padded=False)
 
@@ -151,7 +151,7 @@ class Documents:
         return cls(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[Size, Size]:
         """(B, S)."""
         batch, length = self.document_start.shape
         return batch, length

@@ -23,7 +23,7 @@ from foveal.ops.core_attention import core_attention
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.rope import RopeTable, apply_rope, rope_table
-from foveal.typing import Array, DTypeLike, Float, Int, Precision
+from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
 """The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
@@ -255,11 +255,11 @@ class CompressedAttention(nnx.Module):
                     indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
         return _Activations(q, kv, entries, indexed, indices, visibility, table)
 
-    def init_cache(self, batch: int, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
+    def init_cache(self, batch: Size, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
         """An empty cache for this layer, to be given to `prefill` and `decode`.
 
         Args:
-            batch: B.
+            batch: B; may be a symbolic dimension of `jax.export`.
             capacity: tokens that a row can hold, prompt included.
             max_rollback: how many tokens `AttentionCache.rollback` must be able to take back at once.
 

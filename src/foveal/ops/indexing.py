@@ -12,7 +12,7 @@ import numpy as np
 from foveal.backends.planned import planned
 from foveal.backends.program import per_row, platform, varying
 from foveal.geometry import TileRanges, Visibility
-from foveal.typing import Array, Float, Int32, Precision
+from foveal.typing import Array, Float, Int32, Precision, Size
 
 _LANES = 128
 
@@ -97,7 +97,7 @@ class _Plan:
     @classmethod
     def of(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         heads: int,
         slots: int,

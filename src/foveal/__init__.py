@@ -1,7 +1,9 @@
 """Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far."""
 
+from foveal import exporting as exporting  # registers the pytrees with jax.export
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
-from foveal.cache import AttentionCache, CacheStack
+from foveal.cache import AttentionCache
+from foveal.cache_stack import CacheStack
 from foveal.checkpoint import CheckpointError, Dialect, from_maxtext, load_attention, save_attention, to_maxtext
 from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 from foveal.geometry import (

@@ -6,21 +6,23 @@ device. It gives no times.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from foveal.backends.program import family
 from foveal.extras import missing
 
 _ENVIRONMENT = {
@@ -120,6 +122,32 @@ def device_mesh(target: str, axes: Mapping[str, int] | None = None) -> Mesh:
         os.environ.setdefault(name, value)
     devices = topologies.get_topology_desc(fitting[0], platform="tpu").devices
     return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
+
+
+@contextlib.contextmanager
+def tracing_for(platform: str) -> Iterator[None]:
+    """A context within which programs are traced for a platform that need not be here, as `jax.export` can lower them.
+
+        with foveal.aot.tracing_for("tpu"):
+            exported = jax.export.export(jax.jit(layer), platforms=["tpu"], disabled_checks=[layout])(x)
+
+    Programs for TPUs say how some arrays lie in memory, by a custom call that JAX will export if told so: `layout` is
+    `jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")`. What is set here is a mesh of one device of that
+    platform; for several set one of yours, as from `device_mesh`.
+
+    Args:
+        platform: as `jax.export` has it: "cpu", "tpu", "cuda" or "rocm"; "gpu" for either of the latter.
+
+    Raises:
+        ValueError: another platform.
+    """
+    known = ("cpu", "gpu", "tpu", "cuda", "rocm")
+    if platform not in known:
+        raise ValueError(f"platform: expected one of {', '.join(known)}, got {platform!r}")
+    device = AbstractDevice(device_kind=platform, num_cores=None, platform=family(platform))
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def compile_report(

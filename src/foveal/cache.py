@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from foveal.checks import as_flags, as_int, as_lengths, as_size, require
 from foveal.config import AttentionConfig, LayerType, as_layer_type
 from foveal.geometry import WindowLayout, window_halo
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, accumulation_dtype, narrowed
+from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype
 
 
 class CompressorState(NamedTuple):
     """What a compressor keeps: all entries so far, and the last tokens' projections, of which entries will be made.
 
     Attributes:
-        entries: [B, C, D] in the layer's dtype, by slot.
+        entries: [B, C, D] in the layer's dtype, by slot; C >= 1, be there a window that fits the capacity or not.
         kv: values [B, P, F] of the last P tokens in float32, a ring: position p is in row p % P.
         gate: their gates, the same.
     """
@@ -42,7 +43,7 @@ class AttentionCache:
 
     Attributes:
         lengths: int32 [B], tokens of each row.
-        undoable: int32 [B], how many of them `rollback` can still take back.
+        undoable: int32 [B], how many of them `rollback` and `truncate` can still take back.
         window: raw keys [B, W + max_rollback, D], a ring: position p is in row p % (W + max_rollback).
         compressor: the compressor's state; None in a sliding layer.
         indexer: the indexer's, whose entries are its keys; None but in a CSA layer.
@@ -66,7 +67,7 @@ class AttentionCache:
         config: AttentionConfig,
         layer_type: LayerType | str,
         *,
-        batch: int,
+        batch: Size,
         capacity: int,
         max_rollback: int = 0,
         dtype: DTypeLike = jnp.float32,
@@ -76,18 +77,18 @@ class AttentionCache:
         Args:
             config: sizes.
             layer_type: of the layer.
-            batch: B.
+            batch: B; may be a symbolic dimension of `jax.export`.
             capacity: tokens that a row can hold, prompt included.
-            max_rollback: how many tokens `rollback` must be able to take back at once: as many as are drafted and may
-                be refused. Each costs a raw key, and what a compressor and an indexer project of a token.
+            max_rollback: how many tokens `rollback` and `truncate` must be able to take back at once: as many as are
+                drafted and may be refused. Each costs a raw key, and what a compressor and an indexer project of it.
             dtype: the layer's.
 
         Raises:
             ValueError: `batch`, `capacity` or `max_rollback` not an int from 0 to 2**31 - 1, or an unknown layer type.
         """
-        for name, value in (("batch", batch), ("capacity", capacity), ("max_rollback", max_rollback)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 31:
-                raise ValueError(f"{name}: expected an int >= 0 and below 2**31, got {value!r}")
+        largest = np.iinfo(np.int32).max
+        batch, capacity = as_size("batch", batch, 0, largest), as_int("capacity", capacity, 0, largest)
+        max_rollback = as_int("max_rollback", max_rollback, 0, largest)
         layer_type = as_layer_type("layer_type", layer_type)
         ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
 
@@ -97,7 +98,8 @@ class AttentionCache:
             kv, gate = (
                 jnp.zeros((batch, rows, 2 * width if overlap else width), accumulation_dtype(dtype)) for _ in range(2)
             )
-            return CompressorState(jnp.zeros((batch, capacity // ratio, width), dtype), kv, gate)
+            slots = max(capacity // ratio, 1)  # Orbax saves no empty array: one that no window will ever fill
+            return CompressorState(jnp.zeros((batch, slots, width), dtype), kv, gate)
 
         return cls(
             lengths=jnp.zeros((batch,), jnp.int32),
@@ -105,12 +107,12 @@ class AttentionCache:
             window=jnp.zeros((batch, config.sliding_window + max_rollback, config.head_dim), dtype),
             compressor=None if layer_type is LayerType.SLIDING else state(config.head_dim),
             indexer=state(config.index_head_dim) if layer_type is LayerType.CSA else None,
-            capacity=int(capacity),
-            max_rollback=int(max_rollback),
+            capacity=capacity,
+            max_rollback=max_rollback,
         )
 
     @property
-    def batch(self) -> int:
+    def batch(self) -> Size:
         """B."""
         return self.lengths.shape[0]
 
@@ -137,7 +139,7 @@ class AttentionCache:
         }
 
     @any_mesh(keep="self")
-    def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> AttentionCache:
+    def reset(self, rows: Bool[Array, " B"] | np.ndarray | Sequence[bool] | None = None) -> AttentionCache:
         """Rows made empty, for new sequences: all, or those where `rows`, bool [B], is True.
 
         Only lengths change. What the arrays held stays there until it is overwritten, and nothing reads it.
@@ -148,31 +150,27 @@ class AttentionCache:
         if rows is None:
             keep = jnp.zeros_like(self.lengths)
         else:
-            if getattr(rows, "shape", None) != (self.batch,) or rows.dtype != bool:
-                raise ValueError(f"rows: expected bool [B] = {(self.batch,)}, got {_described(rows)}")
-            keep = jnp.where(jnp.asarray(rows), 0, 1).astype(jnp.int32)
+            keep = jnp.where(as_flags("rows", rows, self.batch), 0, 1).astype(jnp.int32)
         return dataclasses.replace(self, lengths=self.lengths * keep, undoable=self.undoable * keep)
 
     @any_mesh(keep="self")
-    def reorder(self, order: Int[Array, " N"] | np.ndarray) -> AttentionCache:
+    def reorder(self, order: Int[Array, " N"] | np.ndarray | Sequence[int]) -> AttentionCache:
         """The rows `order`, integers [N], in that order: left out, repeated (beam search) or moved.
 
         Raises:
             ValueError: `order` is not integers [N], or, where it is concrete, names a row that there is not. A traced
                 one is clipped to the rows there are.
         """
-        if len(getattr(order, "shape", ())) != 1 or not jnp.issubdtype(order.dtype, jnp.integer):
-            raise ValueError(f"order: expected integers [N], got {_described(order)}")
-        if not isinstance(order, Tracer):
-            values = np.asarray(order)
-            if values.size and not 0 <= values.min() <= values.max() < self.batch:
-                raise ValueError(f"order: expected rows of the {self.batch} there are, got {values.tolist()}")
-        index = narrowed(order, 0, max(self.batch - 1, 0))
+        index, concrete = as_lengths("order", order, None)
+        require("order", concrete, lambda a: (a >= 0) & (a < self.batch), f"rows of the {self.batch} there are")
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), self)
 
     @any_mesh(keep="self")
-    def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> AttentionCache:
+    def rollback(self, count: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> AttentionCache:
         """The cache before its last `count` tokens: as if they had never been, exactly.
+
+        The tokens counted are those that the cache holds. Of drafted ones some may have found no room, where lengths
+        were traced: then only `truncate` knows what to keep.
 
         Args:
             count: how many, one for all rows or integers [B], each at most the row's `undoable`, which every appended
@@ -182,22 +180,41 @@ class AttentionCache:
             ValueError: not such a number or, where it and the cache are concrete, negative or more than can be taken
                 back. Where one is traced, rows go back as far as they can.
         """
-        values: Any = np.asarray(count) if isinstance(count, int) else count
-        if isinstance(count, bool) or not jnp.issubdtype(getattr(values, "dtype", object), jnp.integer):
-            raise ValueError(f"count: expected an integer or integers [B], got {_described(count)}")
-        if not isinstance(values, Tracer):
-            values = np.asarray(values)
-        if values.shape not in ((), (self.batch,)):
-            raise ValueError(f"count: expected an integer or integers [B] = {(self.batch,)}, got {_described(count)}")
-        if isinstance(values, np.ndarray):
-            if (values < 0).any():
-                raise ValueError(f"count: expected no negative number, got {values.tolist()}")
-            if not isinstance(self.undoable, Tracer) and (values > np.asarray(self.undoable)).any():
-                raise ValueError(
-                    f"count: expected at most what can be taken back, {np.asarray(self.undoable).tolist()} "
-                    f"(max_rollback is {self.max_rollback}), got {values.tolist()}"
-                )
-        count = jnp.minimum(narrowed(values, 0, self.max_rollback), self.undoable)
+        back, concrete = as_lengths("count", count, self.batch, or_one=True)
+        require("count", concrete, lambda a: a >= 0, "no negative number")
+        if concrete is not None and not isinstance(self.undoable, Tracer):
+            undoable = np.asarray(self.undoable)
+            able = f"at most what can be taken back, {undoable.tolist()} (max_rollback is {self.max_rollback})"
+            require("count", np.broadcast_to(concrete, undoable.shape), lambda a: a <= undoable, able)
+        return self._taken_back(back)
+
+    @any_mesh(keep="self")
+    def truncate(self, lengths: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> AttentionCache:
+        """The cache with at most so many tokens a row: as if those after them had never been, exactly.
+
+        After drafting it is `truncate(lengths before + accepted)`, whether or not all the drafted tokens found room.
+
+        Args:
+            lengths: tokens to keep, one number for all rows or integers [B]: at most the row's length, and at least
+                its length less its `undoable`.
+
+        Raises:
+            ValueError: not such a number or, where it and the cache are concrete, more than the row has or fewer than
+                it can go back to. Where one is traced, rows come as near as they can.
+        """
+        kept, concrete = as_lengths("lengths", lengths, self.batch, or_one=True)
+        require("lengths", concrete, lambda a: a >= 0, "no negative number")
+        if concrete is not None and not isinstance(self.lengths, Tracer):
+            held, undoable = np.asarray(self.lengths), np.asarray(self.undoable)
+            wanted, least = np.broadcast_to(concrete, held.shape), held - undoable
+            require("lengths", wanted, lambda a: a <= held, f"at most what the rows have, {held.tolist()}")
+            able = f"at least what cannot be taken back, {least.tolist()} (max_rollback is {self.max_rollback})"
+            require("lengths", wanted, lambda a: a >= least, able)
+        return self._taken_back(self.lengths - jnp.maximum(kept, 0))
+
+    def _taken_back(self, count: Int32[Array, "*B"]) -> AttentionCache:
+        """Without the last `count` tokens, as far as can be."""
+        count = jnp.clip(count, 0, self.undoable)
         return dataclasses.replace(self, lengths=self.lengths - count, undoable=self.undoable - count)
 
     @any_mesh(like="self", dims=1)
@@ -235,72 +252,6 @@ class AttentionCache:
             compressor=compressor,
             indexer=indexer,
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CacheStack:
-    """The caches of several layers, whose rows are the same sequences. A pytree; indexes and iterates like a tuple.
-
-    Attributes:
-        layers: one cache a layer.
-    """
-
-    layers: tuple[AttentionCache, ...]
-
-    @classmethod
-    def init(
-        cls,
-        config: AttentionConfig,
-        *,
-        batch: int,
-        capacity: int,
-        max_rollback: int = 0,
-        dtype: DTypeLike = jnp.float32,
-    ) -> CacheStack:
-        """Empty caches for every layer of `config`; see `AttentionCache.init`.
-
-        Raises:
-            ValueError: as `AttentionCache.init`.
-        """
-        sizes: Any = {"batch": batch, "capacity": capacity, "max_rollback": max_rollback, "dtype": dtype}
-        return cls(tuple(AttentionCache.init(config, kind, **sizes) for kind in config.layer_types))
-
-    def __getitem__(self, layer: int) -> AttentionCache:
-        return self.layers[layer]
-
-    def __iter__(self) -> Iterator[AttentionCache]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    @property
-    def lengths(self) -> Int32[Array, " B"]:
-        """int32 [B], tokens of each row."""
-        return self.layers[0].lengths
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(cache.nbytes for cache in self.layers)
-
-    def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of each part (see `AttentionCache.bytes_by_part`), all layers together."""
-        each = [cache.bytes_by_part() for cache in self.layers]
-        return {name: sum(parts[name] for parts in each) for name in each[0]}
-
-    def reset(self, rows: Bool[Array, " B"] | np.ndarray | None = None) -> CacheStack:
-        """`AttentionCache.reset` of every layer."""
-        return CacheStack(tuple(cache.reset(rows) for cache in self.layers))
-
-    def reorder(self, order: Int[Array, " N"] | np.ndarray) -> CacheStack:
-        """`AttentionCache.reorder` of every layer."""
-        return CacheStack(tuple(cache.reorder(order) for cache in self.layers))
-
-    def rollback(self, count: int | Int[Array, " B"] | np.ndarray) -> CacheStack:
-        """`AttentionCache.rollback` of every layer."""
-        return CacheStack(tuple(cache.rollback(count) for cache in self.layers))
 
 
 class Completing(NamedTuple):
@@ -380,8 +331,3 @@ def _put(array: Array, index: Array, rows: Array) -> Array:
     return jax.vmap(lambda a, i, r: a.at[i].set(r.astype(a.dtype), mode="drop", unique_indices=True))(
         array, index, rows
     )
-
-
-def _described(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"{value.dtype} of shape {shape}" if shape is not None else repr(value)

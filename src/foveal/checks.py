@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from foveal.typing import Array, Bool, DTypeLike, Int32, Precision
+    from foveal.typing import Array, Bool, DTypeLike, Int32, Precision, Size
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Names of the dtypes that floats may have."""
@@ -43,6 +43,25 @@ def as_int(name: str, value: object, minimum: int | None = None, maximum: int | 
             return number
     bounds = [f">= {minimum}"] * (minimum is not None) + [f"<= {maximum}"] * (maximum is not None)
     raise ValueError(f"{name}: expected {' '.join(['an int', ' and '.join(bounds)]).strip()}, got {described(value)}")
+
+
+def as_size(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> Size:
+    """The size of an axis: an int, or a symbolic dimension of `jax.export`, which stands for any that fits."""
+    from jax.export import is_symbolic_dim
+
+    return value if is_symbolic_dim(value) else as_int(name, value, minimum, maximum)
+
+
+def require_static_length(name: str, array: Any) -> None:
+    """Raises NotImplementedError for an array [B, S, ...] whose S is a symbolic dimension of `jax.export`."""
+    from jax.export import is_symbolic_dim
+
+    shape = getattr(array, "shape", ())
+    if len(shape) > 1 and is_symbolic_dim(shape[1]):
+        raise NotImplementedError(
+            f"{name}: a program is cut for one length: expected a static S, got {shape}; export one for each length "
+            "(B may be symbolic)"
+        )
 
 
 def as_float(

@@ -21,6 +21,8 @@ L     latent width: `q_lora_rank` for queries, `o_lora_rank` for outputs
 Annotations are jaxtyping's. They cost nothing at run time; the test suite checks them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 Precision = str | jax.lax.Precision | None
 """What `precision=` takes, as in `jax.numpy.einsum`: "highest", `jax.lax.Precision.HIGHEST`, ... or JAX's default."""
+
+
+Size = int | Any
+"""The size of an axis: an int, or a symbolic dimension of `jax.export`."""
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -57,6 +63,7 @@ __all__ = [
     "Int32",
     "Precision",
     "Shaped",
+    "Size",
     "accumulation_dtype",
     "narrowed",
 ]

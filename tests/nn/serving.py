@@ -26,7 +26,7 @@ class Served:
         )
         set_params(self.layer, random_params(self.config, layer_type, seed))
         self.sizes = sizes
-        self._append = jax.jit(self.layer.prefill)
+        self.traced = jax.jit(self.layer.prefill)
         self._full = jax.jit(self.layer)
 
     def full(self, x) -> np.ndarray:
@@ -41,7 +41,7 @@ class Served:
         for row, chunk in enumerate(chunks):
             x[row, : len(chunk)] = chunk
         lengths = np.array([len(chunk) for chunk in chunks], np.int32)
-        out, cache = self._append(cache, jnp.asarray(x), jnp.asarray(lengths))
+        out, cache = self.traced(cache, jnp.asarray(x), jnp.asarray(lengths))
         out = np.asarray(out)
         for row, length in enumerate(lengths):
             np.testing.assert_array_equal(out[row, length:], 0.0)

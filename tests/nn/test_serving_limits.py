@@ -51,6 +51,43 @@ def test_rollback_goes_as_far_as_promised_and_no_further():
     np.testing.assert_array_equal(traced.undoable, [0, 0, 0])
 
 
+@pytest.mark.parametrize("layer_type", tuple(LayerType))
+def test_drafts_without_room_cost_no_committed_token(layer_type):
+    """Room for 10, 8 held, 4 drafted, of which 2 fit: what is accepted counts from the 8, not from the end."""
+    layer, x = served(layer_type, sizes=(4, 8)), text(15)
+    accepted = np.array([1, 0, 2])
+    _, cache = layer.append(layer.layer.init_cache(3, 10, max_rollback=4), list(x[:, :8]))
+    _, drafted = layer.traced(cache, jnp.asarray(text(16)[:, :4]), jnp.full(3, 4))
+    np.testing.assert_array_equal(drafted.lengths, 10)
+    never = cache
+    for after in (
+        drafted.truncate(8 + accepted),
+        jax.jit(lambda c, n: c.truncate(n))(drafted, jnp.asarray(8 + accepted)),
+    ):
+        np.testing.assert_array_equal(after.lengths, [9, 8, 10])
+        np.testing.assert_array_equal(after.undoable, [3, 2, 4])
+    # None accepted: as if nothing had been drafted, to the bit.
+    back = drafted.truncate(cache.lengths)
+    for step in range(2):
+        token = list(x[:, 8 + step : 9 + step])
+        (got, back), (want, never) = layer.append(back, token), layer.append(never, token)
+        np.testing.assert_array_equal(np.stack(got), np.stack(want))
+
+
+@pytest.mark.parametrize("layer_type", tuple(LayerType))
+def test_a_cache_without_room_for_an_entry_sees_none(layer_type):
+    """What stands in the unused slot, NaN included, changes no bit: the slot is nobody's."""
+    layer, x, capacity = served(layer_type), text(17), 3
+    cache = layer.layer.init_cache(3, capacity)
+    poisoned = jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.ndim == 3 else leaf, cache)
+    out, cache = layer.append(cache, list(x[:, :capacity]))
+    same, _ = layer.append(poisoned, list(x[:, :capacity]))
+    np.testing.assert_array_equal(np.stack(out), np.stack(same))
+    assert_close(np.stack(out), layer.full(x)[:, :capacity], np.float32)
+    slots = [] if cache.compressor is None else [cache.compressor.entries.shape[1]]
+    assert slots == [1] * (layer_type is not LayerType.SLIDING)
+
+
 def trace(layer, cache, x, implementation):
     return jax.eval_shape(functools.partial(layer.decode, implementation=implementation), cache, x)
 

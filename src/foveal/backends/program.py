@@ -6,17 +6,36 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.export import is_symbolic_dim
 
-from foveal.typing import Array
+from foveal.typing import Array, Size
 
 
 def platform() -> str:
-    """Where the program will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default.
+    """Where the program will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default device.
 
-    A mesh of devices that are not here is how programs are compiled ahead of time.
+    A mesh of devices that are not here is how programs are compiled ahead of time. Who decides something by this sends
+    an operand through `planned`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    if device is None:
+        chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
+        device = chosen or jax.default_backend()
+    return family(device if isinstance(device, str) else device.platform)
+
+
+def family(name: str) -> str:
+    """A platform as JAX names it, GPUs "cuda" or "rocm" to lowering, as "cpu", "gpu" or "tpu"."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
+_NOMINAL_BATCH = 8
+"""What a batch that is a symbolic dimension is planned for as."""
+
+
+def per_row(total: int, batch: Size, least: int) -> int:
+    """`total` shared among the rows of a batch, at least `least` each."""
+    return max(least, total // (_NOMINAL_BATCH if is_symbolic_dim(batch) else batch))
 
 
 def row_major(array: Array) -> Array:

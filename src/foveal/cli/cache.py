@@ -8,7 +8,8 @@ import json
 
 import jax
 
-from foveal.cache import AttentionCache, CacheStack
+from foveal.cache import AttentionCache
+from foveal.cache_stack import CacheStack
 from foveal.cli.console import make_console, print_table, short_name, size_text
 from foveal.cli.errors import require
 from foveal.cli.numbers import TOKENS, int_between, tokens_between

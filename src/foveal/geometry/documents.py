@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.checks import as_bool, as_int, as_integers, as_lengths, described, on_host, require
+from foveal.checks import as_bool, as_int, as_integers, as_lengths, as_size, described, on_host, require
 from foveal.geometry.pytree import checked_pytree, unchecked
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Bool, Int, Int32
+from foveal.typing import Array, Bool, Int, Int32, Size
 
 
 @checked_pytree
@@ -88,13 +88,13 @@ class Documents:
         return self
 
     @classmethod
-    def unpacked(cls, batch: int, length: int) -> Documents:
+    def unpacked(cls, batch: Size, length: Size) -> Documents:
         """Every row is one document that starts at row 0 and fills it.
 
         Raises:
-            ValueError: `batch` or `length` is not an int >= 0.
+            ValueError: `batch` or `length` is not an int >= 0, or a symbolic dimension.
         """
-        shape = as_int("batch", batch, 0), as_int("length", length, 0)
+        shape = as_size("batch", batch), as_size("length", length)
         return cls._made(jnp.zeros(shape, jnp.int32), alignment=0, padded=False)
 
     @classmethod
@@ -226,7 +226,7 @@ class Documents:
         return cls._made(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[Size, Size]:
         """(B, S)."""
         batch, length = self.document_start.shape
         return batch, length

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.checks import as_int, described
+from foveal.checks import as_int, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
 from foveal.geometry.pytree import checked_pytree
 from foveal.typing import Array, Bool, Int32
@@ -98,7 +98,7 @@ class Visibility:
 
     def __post_init__(self) -> None:
         """Checks the fields; makes the numbers plain `int`."""
-        as_documents("documents", self.documents)
+        require_static_length("documents", as_documents("documents", self.documents).document_start)
         for name, least in (("sliding_window", 1), ("compress_ratio", 0), ("history", 0), ("capacity", 0)):
             value = getattr(self, name)
             if name != "capacity" or value is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.checks import as_int, described
+from foveal.checks import as_int, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int32, Shaped
@@ -57,6 +57,7 @@ class WindowLayout:
         """
         ratio = as_int("ratio", ratio, 1)
         documents = as_documents("documents", documents)
+        require_static_length("documents", documents.document_start)
         if documents.continues:
             raise ValueError("documents: expected such as begin in these rows, got continuing ones")
         begins, length = documents.document_start, documents.shape[1]

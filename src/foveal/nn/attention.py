@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
-from foveal.checks import as_array, as_choice, described
+from foveal.checks import as_array, as_choice, described, require_static_length
 from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout, as_documents
 from foveal.meshes import any_mesh
@@ -25,7 +25,7 @@ from foveal.ops.core_attention import core_attention
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.rope import RopeTable, apply_rope, rope_table
-from foveal.typing import Array, DTypeLike, Float, Int, Precision
+from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
 """The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
@@ -262,11 +262,11 @@ class CompressedAttention(nnx.Module):
                     indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
         return _Activations(q, kv, entries, indexed, indices, visibility, table)
 
-    def init_cache(self, batch: int, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
+    def init_cache(self, batch: Size, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
         """An empty cache for this layer, to be given to `prefill` and `decode`.
 
         Args:
-            batch: B.
+            batch: B; may be a symbolic dimension of `jax.export`.
             capacity: tokens that a row can hold, prompt included.
             max_rollback: how many tokens `AttentionCache.rollback` must be able to take back at once.
 
@@ -333,8 +333,9 @@ class CompressedAttention(nnx.Module):
         return append_tokens(self, cache, x, lengths, implementation)
 
     def check_hidden_states(self, x: Array) -> None:
-        """Raises ValueError unless x is floats [B, S, E]."""
+        """Raises ValueError unless x is floats [B, S, E], and NotImplementedError for a symbolic S."""
         as_array("x", x, "B S E", (None, None, self.config.hidden_size))
+        require_static_length("x", x)
 
     def project(self, x: Array, documents: Documents) -> Projected:
         """Queries and raw keys of hidden states [B, S, E] at the documents' positions."""

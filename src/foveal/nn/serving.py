@@ -43,15 +43,15 @@ def append_tokens(
     x, q_residual, q, kv, table = layer.project(x, documents)
 
     compressor, compressed, indexer, indices, entries = layer.compressor, None, None, None, None
-    slots = None if cache.compressor is None else cache.compressor.entries.shape[1]
+    slots = cache.capacity // ratio if ratio else None  # arrays have one too many where this is 0
     visibility = Visibility.continuing(documents, config.sliding_window, ratio, slots)
     if compressor is not None and cache.compressor is not None:
         compressed = _compressed(layer, compressor, cache.compressor, cache.lengths, counts, x)
-        entries = compressed.entries
+        entries = compressed.entries[:, :slots]
         if isinstance(compressor, IndexedCompressor) and cache.indexer is not None:
             indexer = _compressed(layer, compressor.indexer, cache.indexer, cache.lengths, counts, x)
             queries, weights = compressor.indexer.queries(x, q_residual, table)
-            indices = compressor.indexer.select(queries, weights, indexer.entries, visibility)
+            indices = compressor.indexer.select(queries, weights, indexer.entries[:, :slots], visibility)
     attended = core_attention(
         q,
         jnp.concatenate([cache.recent_keys(visibility.history), kv], axis=1),
@@ -87,8 +87,9 @@ def _counts(
 ) -> Int32[Array, " B"]:
     """How many of the T tokens each row gets, int32 [B]; checked where known, else no more than fit."""
     batch, size, _ = x.shape
-    given = np.full((batch,), size, np.int32) if lengths is None else lengths
-    counts, values = as_lengths("lengths", given, batch)
+    if lengths is None:  # of a symbolic batch there are no values to look at
+        lengths = (np if isinstance(batch, int) else jnp).full((batch,), size, np.int32)
+    counts, values = as_lengths("lengths", lengths, batch)
     require("lengths", values, lambda a: (a >= 0) & (a <= size), f"0 to {size}, the tokens of x")
     held = None if values is None else on_host(cache.lengths)
     if values is not None and held is not None:

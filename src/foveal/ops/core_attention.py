@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends import registry
+from foveal.backends.planned import planned
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.checks import as_array, as_indices, as_precision, as_scale, same_dtype
@@ -99,6 +100,8 @@ def core_attention(
     """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
+    if implementation is None:  # the platform has chosen
+        request = dataclasses.replace(request, q=planned(request.q))
     out, lse = backend(_isolate_non_finite(_taken_out(_canonical(request))))
     return (out, lse) if return_lse else out
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from foveal.backends.planned import planned
 from foveal.backends.program import varying
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
@@ -93,7 +94,7 @@ def indexer_loss(
     indices = None if indices is None else as_indices("indices", indices, rows)
     scale, precision = as_scale(scale, teacher.q.shape[3]), as_precision(precision)
     wide = jnp.float32
-    student = Student(index_q, index_weights, index_keys)
+    student = Student(planned(index_q), index_weights, index_keys)
     if index_q.shape[0] * index_q.shape[1] * index_keys.shape[1] == 0 or (
         indices is not None and indices.shape[2] == 0
     ):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.program import platform, varying
+from foveal.backends.program import per_row, platform, varying
 from foveal.checks import as_array
 from foveal.geometry import TileRanges, Visibility
 from foveal.ops.indexing import relu
@@ -70,7 +70,7 @@ class Plan:
         else:  # a block's entries are gathered for each query
             elements, entries = (1 << 20 if cpu else 1 << 24), 1
             queries = elements // (indices.shape[2] * dim)
-        queries = min(max(1, queries // batch), length)
+        queries = min(per_row(queries, batch, 1), length)
         return cls(queries, min(entries, slots), scale, denominator == "entries", precision)
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.program import varying
+from foveal.backends.planned import planned
+from foveal.backends.program import per_row, varying
 from foveal.backends.request import membership
 from foveal.checks import as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
@@ -86,7 +87,7 @@ def indexer_recall(
     zero = jnp.zeros((), jnp.float32)
     if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
-    size = min(max(1, _ELEMENTS // (batch * heads * slots)), length)
+    q, size = planned(q), min(per_row(_ELEMENTS // (heads * slots), batch, 1), length)
 
     def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         row = jnp.minimum(i * size, length - size)

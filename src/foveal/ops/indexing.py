@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.backends.program import platform, varying
+from foveal.backends.planned import planned
+from foveal.backends.program import per_row, platform, varying
 from foveal.checks import as_array, as_int, as_precision
 from foveal.geometry import TileRanges, Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Float, Int32, Precision
+from foveal.typing import Array, Float, Int32, Precision, Size
 
 _LANES = 128
 
@@ -71,7 +72,7 @@ def select_entries(
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:
         return jnp.zeros((batch, length, chosen), jnp.int32)
-    q, weights, keys = jax.lax.stop_gradient((q, weights, keys))
+    q, weights, keys = jax.lax.stop_gradient((planned(q), weights, keys))
     plan = _Plan.of(batch, length, heads, slots, chosen, block_size, precision)
     weights = weights.astype(jnp.float32)
     if plan.at_once:
@@ -104,7 +105,7 @@ class _Plan:
     @classmethod
     def of(
         cls,
-        batch: int,
+        batch: Size,
         length: int,
         heads: int,
         slots: int,
@@ -117,7 +118,7 @@ class _Plan:
         # Rows of the matmul are queries times heads; a row of ranks has all entries.
         rows, entries, ranks = (1 << 10, 1 << 8, 1 << 22) if cpu else (1 << 15, 1 << 10, 1 << 24)
         if block_size is None:
-            block_size = max(8, min(rows // heads, ranks // slots) // batch)
+            block_size = per_row(min(rows // heads, ranks // slots), batch, 8)
         at_once = length <= block_size and chosen < slots
         return cls(min(block_size, length), min(entries, slots), chosen, precision, at_once)
 

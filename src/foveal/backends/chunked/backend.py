@@ -12,6 +12,7 @@ from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import Operands
+from foveal.backends.planned import planned
 from foveal.backends.program import row_major, varying
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.typing import Array
@@ -37,7 +38,7 @@ class Chunked(Backend):
         entries = kv[:, :0] if request.entries is None else request.entries
         # Tiles are whole rows, and the backward pass takes the same queries again.
         operands = Operands(
-            row_major(q), kv, entries, request.sinks, request.visibility, request.indices, request.tainted
+            row_major(planned(q)), kv, entries, request.sinks, request.visibility, request.indices, request.tainted
         )
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
         return _attention(Plan.of(request), varying(operands, operands))

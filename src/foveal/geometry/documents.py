@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from foveal.typing import Array, Bool, Int, Int32
+from foveal.typing import Array, Bool, Int, Int32, narrowed
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,9 @@ class Documents:
         Raises:
             ValueError: wrong rank or dtype; where the ids are concrete, a negative id or a broken promise.
         """
-        ids, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
+        narrow, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
+        # Traced ids are compared in their own width: narrowed, different ones could become equal, and one become 0.
+        ids = narrow if concrete is not None else jnp.asarray(segment_ids)
         _require(concrete, "segment_ids", lambda a: bool((a >= 0).all()), "no negative id (0 is padding)")
         if concrete is not None:
             rows = np.arange(concrete.shape[1])
@@ -131,7 +133,8 @@ class Documents:
             _require(each, "lengths", lambda a: bool((a.sum(1) <= length).all()), f"at most {length} rows in all")
             ends = np.pad(np.cumsum(each, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
         else:
-            ends = jnp.pad(jnp.cumsum(each[:, None] if one_each else each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+            each = jnp.clip(each[:, None] if one_each else each, 0, length)  # so that no sum wraps
+            ends = jnp.pad(jnp.cumsum(each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
         return cls.from_cu_seqlens(ends, length, alignment=alignment)
 
     @classmethod
@@ -197,7 +200,8 @@ def as_integers(
 ) -> tuple[Int32[Array, "..."], np.ndarray | None]:
     """`values` as int32, and on the host where they are concrete; or a ValueError that says what is wrong with them.
 
-    The host copy is taken before JAX sees the values: within a trace even constants become tracers.
+    Traced values beyond int32 become its ends. The host copy is taken before JAX sees the values: within a trace even
+    constants become tracers.
     """
     concrete = None if isinstance(values, Tracer) else np.asarray(values)
     shape, dtype = (values.shape, values.dtype) if concrete is None else (concrete.shape, concrete.dtype)
@@ -205,9 +209,9 @@ def as_integers(
         raise ValueError(f"{name}: expected rank {' or '.join(map(str, ndims))}, got shape {shape}")
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"{name}: expected an integer dtype, got {dtype}")
-    if concrete is None:
-        return jnp.asarray(values).astype(jnp.int32), None
     limits = np.iinfo(np.int32)
+    if concrete is None:
+        return narrowed(values, limits.min, limits.max), None
     _require(concrete, name, lambda a: not a.size or limits.min <= a.min() <= a.max() <= limits.max, "int32 values")
     concrete = concrete.astype(np.int32)
     return jnp.asarray(concrete), concrete

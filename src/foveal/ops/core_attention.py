@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +12,7 @@ from foveal.backends import registry
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.geometry import Visibility
-from foveal.typing import Array, Bool, Float, Int, Int32, Precision, narrowed
+from foveal.typing import Array, Bool, Float, Int, Precision
 
 
 @overload
@@ -187,21 +186,10 @@ def _canonical(request: AttentionRequest) -> AttentionRequest:
     """Sinks in the accumulation dtype, and indices as backends want them."""
     indices, sinks = request.indices, request.sinks
     if indices is not None:
-        indices = _canonical_indices(indices, request.visibility)
+        indices = request.visibility.seen_slots(indices)
     if sinks is not None:
         sinks = sinks.astype(request.accumulation_dtype)
     return dataclasses.replace(request, indices=indices, sinks=sinks)
-
-
-def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> Int32[Array, "B S K"]:
-    """Each slot that the query sees at most once, -1 everywhere else."""
-    slots = visibility.slots
-    indices = narrowed(indices, -1, slots)
-    indices = jnp.where(visibility.sees_slots(indices), indices, slots)
-    ascending = (indices[..., 1:] >= indices[..., :-1]).all()  # as the indexer emits them: no sort needed
-    indices = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), indices)
-    repeated = jnp.pad(indices[..., 1:] == indices[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    return jnp.where(repeated | (indices == slots), -1, indices)
 
 
 def _taken_out(request: AttentionRequest) -> AttentionRequest:

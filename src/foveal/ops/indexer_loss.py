@@ -71,7 +71,8 @@ def indexer_loss(
             entries.
         sinks: [H], or None.
         visibility: who sees what.
-        indices: integers [B, S, K], each a slot that the query sees, none twice, or -1; as `select_entries` gives them.
+        indices: integers [B, S, K], the slots each query selected, by `core_attention`'s rule: -1, slots out of range
+            and slots that the query does not see are ignored; a duplicate counts once. None: all it sees.
         scale: of the attention's logits, D ** -0.5 by default.
         denominator: what a head's weights are shares of: "all" it attends to, window and sink included, or "entries"
             alone, as MaxText has it, which gives heads that look at the window as much say as others.
@@ -90,7 +91,7 @@ def indexer_loss(
     ):
         return IndexerLoss(jnp.zeros((), wide), jnp.zeros((), wide))
     if indices is not None:
-        indices = indices.astype(jnp.int32)
+        indices = visibility.seen_slots(indices)
     plan = Plan.of(student, teacher, indices, scale, denominator, precision)
     sums: Any = _loss(plan, student, teacher, visibility, indices)
     total, count = sums

@@ -18,7 +18,7 @@ from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor, compressor_of
 from foveal.nn.parameters import Numerics, linear, rms_norm, zeros_parameter
 from foveal.nn.serving import append_tokens
-from foveal.ops.core_attention import core_attention
+from foveal.ops.core_attention import attend
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.rope import RopeTable, apply_rope, rope_table
@@ -349,8 +349,8 @@ class CompressedAttention(nnx.Module):
         return self.o_b_proj(self.o_a_proj(rotated))
 
     def _attend(self, made: _Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
-        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H]."""
-        return core_attention(
+        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
+        return attend(
             made.q,
             made.kv,
             made.entries,
@@ -358,7 +358,6 @@ class CompressedAttention(nnx.Module):
             indices=made.indices,
             sinks=self.sinks[...],
             precision=self.precision,
-            return_lse=True,
             implementation=implementation,
         )
 

@@ -94,10 +94,41 @@ def core_attention(
         ValueError: arguments that do not fit each other, or an unknown implementation.
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
+    out, lse = attend(
+        q,
+        kv,
+        entries,
+        visibility=visibility,
+        indices=indices,
+        sinks=sinks,
+        scale=scale,
+        precision=precision,
+        implementation=implementation,
+    )
+    if not return_lse:
+        return out
+    return out, jnp.where(visibility.documents.is_padding[:, :, None], -jnp.inf, lse)
+
+
+def attend(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B N D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    implementation: str | Backend | None = None,
+) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
+    """Output and log-sum-exp of `core_attention`, for the layers: finite where nothing is visible, which is in padding.
+
+    An infinity that a user did not ask for would end a run under `jax_debug_infs`.
+    """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
-    out, lse = backend(_isolate_non_finite(_taken_out(_canonical(request))))
-    return (out, lse) if return_lse else out
+    return backend(_isolate_non_finite(_taken_out(_canonical(request))))
 
 
 def explain(

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 
 from foveal.backends.program import varying
 from foveal.geometry import Visibility
-from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher, log_denominator
+from foveal.ops.indexer_pairs import (
+    LOWEST,
+    Block,
+    Gathered,
+    Plan,
+    Sources,
+    Streamed,
+    Student,
+    Teacher,
+    log_denominator,
+)
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -197,15 +207,15 @@ class _RowSums(NamedTuple):
 
 def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Array]:
     """[B, T] divergences of softmax(scores) from softmax(logits), [B, T, N] each, and gradients of the scores."""
-    some = able & (logits != -jnp.inf)  # of an infinite sink nothing remains to learn from
+    some = able & (logits != LOWEST)  # of an infinite sink nothing remains to learn from
     any_entry = some.any(axis=-1)
 
     def log_softmax(values: Array, among: Array) -> Array:
-        values = jnp.where(among, values, -jnp.inf)
+        values = jnp.where(among, values, LOWEST)
         peak = jax.lax.stop_gradient(jnp.max(values, axis=-1, keepdims=True))
-        peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+        peak = jnp.where(peak <= LOWEST, 0.0, peak)
         total = jnp.sum(jnp.where(among, jnp.exp(values - peak), 0.0), axis=-1, keepdims=True)
-        return jnp.where(among, values - peak - jnp.log(jnp.where(total == 0.0, 1.0, total)), -jnp.inf)
+        return jnp.where(among, values - peak - jnp.log(jnp.where(total == 0.0, 1.0, total)), LOWEST)
 
     log_teacher, log_student = log_softmax(logits, some), log_softmax(scores, able)
     teacher, student = jnp.exp(log_teacher), jnp.exp(log_student)

@@ -64,6 +64,9 @@ class CompressedAttention(nnx.Module):
     The three layer types differ in their compressor (none; overlapped with an indexer; plain) and in their RoPE
     table, and in nothing else. Parameters do not depend on the length; a row too short for a window has no entries.
 
+    Hidden states whose projections are so large that a norm's squares overflow float32, from about 1e18 on, make their
+    token NaN, and what sees it; transformers' norm gives zeros there. Whatever is smaller comes out right.
+
     Logical axes of the parameters: embed, q_lora, heads, kv, window, norm, index_heads, o_groups, group_heads, o_lora.
 
     Args:

@@ -83,7 +83,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         if plan.entries in ("stream", "gather"):
             sums, d_entries = _entries(plan, operands, sources, tile, rows, (sums, grads.entries))
             grads = grads._replace(entries=d_entries)
-        if grads.sinks is not None:
+        if grads.sinks is not None and of_rows.sink_share is not None:
             inner = of_rows.inner if sums.inner is None else of_rows.share * sums.inner
             d_sinks = jnp.where(tile.fresh[None, :, None], -of_rows.sink_share * inner, 0.0)
             grads = grads._replace(sinks=grads.sinks + jnp.sum(d_sinks, axis=(0, 1)))

@@ -45,6 +45,14 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
+def lowest(dtype: DTypeLike) -> float:
+    """The lowest finite number of a float dtype: a softmax's logit of what is not there, whose weight is exactly 0.
+
+    Not -inf, at which a run under `jax_debug_infs` ends.
+    """
+    return float(jnp.finfo(dtype).min)
+
+
 def narrowed(values: Int[Array, "..."] | np.ndarray, low: int, high: int) -> Int32[Array, "..."]:
     """Integers of any width as int32, those beyond [low, high] at its ends: saturated first, so that none wraps."""
     if isinstance(values, np.ndarray | np.generic):
@@ -65,5 +73,6 @@ __all__ = [
     "Shaped",
     "Size",
     "accumulation_dtype",
+    "lowest",
     "narrowed",
 ]

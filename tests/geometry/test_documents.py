@@ -292,6 +292,20 @@ def test_any_integer_dtype_gives_int32(dtype, x64, unchecked_annotations):
             ]
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_traced_values_beyond_int32_do_not_wrap(dtype, unchecked_annotations):
+    """2^32 is not padding, ids that are equal modulo 2^32 are two, and an end beyond the row is its end."""
+    with jax.enable_x64(True):
+        ids = np.array([[1 << 32, 1 << 32, 1, (1 << 32) + 1, 0, 1 << 31]], dtype)
+        assert jax.jit(lambda a: Documents.from_segment_ids(a).document_start)(ids).tolist() == [[0, 0, 2, 3, 5, 5]]
+        ends = np.array([0, 1, (1 << 32) + 2], dtype)
+        assert jax.jit(lambda a: Documents.from_cu_seqlens(a, 4).document_start)(ends).tolist() == [[0, 1, 1, 1]]
+        lengths = np.array([[1, (1 << 32) + 1]], dtype)
+        assert jax.jit(lambda a: Documents.from_lengths(a, 4).document_start)(lengths).tolist() == [[0, 1, 1, 1]]
+        many = np.array([[1, *[1 << 31] * 3]], dtype)  # whose sum wraps to less than 0, too
+        assert jax.jit(lambda a: Documents.from_lengths(a, 4).document_start)(many).tolist() == [[0, 1, 1, 1]]
+
+
 IDS = np.ones((1, 4), np.int32)
 
 

@@ -208,6 +208,11 @@ def test_traced_lengths_beyond_what_there_is_reach_into_no_other_row():
     rows = jax.jit(lambda x, ends: unpack(x, ends, max_length=2))(x[0], np.array([0, 1, 4, 9]))
     np.testing.assert_array_equal(rows.lengths, [1, 2, 0])
     np.testing.assert_array_equal(rows.values, [[0, 0], [1, 2], [0, 0]])
+    with jax.enable_x64(True):  # what is beyond int32 does not come round to something smaller
+        rows = jax.jit(left_aligned)(x, np.array([1, (1 << 32) + 1]))
+        np.testing.assert_array_equal(rows.lengths, [1, 4])
+        rows = jax.jit(lambda x, ends: unpack(x, ends, max_length=3))(x[0], np.array([0, 1, (1 << 32) + 2]))
+        np.testing.assert_array_equal(rows.lengths, [1, 3])
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,28 @@ def test_sees_slots(ratio, ids, seed):
         assert got[b, t, k] == (0 <= slot < count and entries[b, t, slot])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_seen_slots_are_those_that_a_query_sees_once_each(ratio, dtype, unchecked_annotations):
+    """-1, slots out of range and what is not seen come out as -1, and so does what was there before."""
+    ids, count = random_segment_ids(2, 2, 24, max_document=12), 24 // ratio
+    rng, limits = np.random.default_rng(ratio), np.iinfo(dtype)
+    slots = rng.integers(max(-2, limits.min), count + 3, size=(2, 24, 7)).astype(dtype)
+    slots[:, :, 3], slots[:, :, 5] = limits.max, min(limits.max, 1 << 32)
+    slots[0].sort(axis=-1)
+    entries = reference_visibility(ids, 3, ratio)[1]
+    with jax.enable_x64(True):
+        visibility = Visibility(Documents.from_segment_ids(ids), 3, ratio)
+        for part in (slice(0, 1), slice(0, 2)):  # all ascending, and in any order
+            sight = jax.tree.map(lambda start, part=part: start[part], visibility)
+            seen = np.asarray(sight.seen_slots(jnp.asarray(slots[part])))
+            assert seen.dtype == np.int32
+            for b, t in np.ndindex(seen.shape[:2]):
+                wanted = {int(slot) for slot in slots[b, t] if 0 <= slot < count and entries[b, t, slot]}
+                assert sorted(seen[b, t][seen[b, t] != -1].tolist()) == sorted(wanted)
+    assert (seen != -1).any()
+
+
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0), (2, 3), (1, 1)])
 @pytest.mark.parametrize("ratio", [0, 1, 4])
 def test_empty_batches_and_rows_shorter_than_a_window(batch, length, ratio):

@@ -275,3 +275,23 @@ def test_outputs_depend_on_what_they_see_and_on_nothing_else(layer_type, packed,
         edited[:, s] = -2 * x[:, s]
         moved = np.any(layer.forward(params, edited, ids) != output, axis=-1)
         np.testing.assert_array_equal(moved, expected[:, :, s], err_msg=f"token {s}")
+
+
+@every_layer_type
+@pytest.mark.parametrize("size", [1e15, 1e20])
+def test_huge_hidden_states_come_out_right_or_as_nan(layer_type, pure_layer, problem, compiled_reference, size):
+    """Of 1e15 a norm's squares fit float32; of 1e20 they do not, and zeros would look like an answer.
+
+    The other document does not notice, to the last bit.
+    """
+    layer, (params, x, cotangent) = pure_layer(layer_type), problem(layer_type, 3)
+    ids = np.repeat([[1, 2]] * len(x), [20, x.shape[1] - 20], axis=1)
+    huge = x.copy()
+    huge[:, :20] *= np.float32(size)
+    out, beside = layer.forward(params, huge, ids), layer.forward(params, x, ids)
+    np.testing.assert_array_equal(out[:, 20:], beside[:, 20:])
+    if size > 1e19:
+        assert np.isnan(out[:, :20]).all()
+    else:
+        expected = compiled_reference(layer_type).vjp(params, huge, ids, cotangent)[0]
+        assert_close(out, expected, np.float32)

@@ -235,22 +235,37 @@ def test_a_teacher_that_is_not_a_number_shows(top_k):
         assert np.isnan(both_ways(arrays | broken, FULL, top_k, "all")[0][0])
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int16])
-def test_narrow_indices(dtype):
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+def test_indices_are_a_set_of_slots_that_a_query_sees(dtype):
+    """Out of range, invisible and -1 are ignored, and a duplicate counts once, as in core attention."""
     arrays = jax.tree.map(jnp.asarray, problem(14))
     student = [arrays.pop(name) for name in STUDENT]
     del arrays["kv"]
-    visibility = Visibility(Documents.unpacked(B, S), W, M)
-    slot = np.minimum(np.arange(S) // M, C - 1)
-    indices = np.broadcast_to(np.maximum(slot - 1, 0)[None, :, None], (B, S, 1))[:, :, :1]
+    visibility = Visibility(Documents.from_segment_ids(PACKED), W, M)
+    lse = jnp.zeros((B, S, H), jnp.float32)
+    first, end = (np.asarray(bound)[:, :, None] for bound in visibility.entry_range)
 
+    @jax.jit
     def loss(student, indices):
-        lse = jnp.zeros((B, S, H), jnp.float32)
-        return indexer_loss(*student, **arrays, lse=lse, visibility=visibility, indices=indices).total
+        def total(*student):
+            found = indexer_loss(*student, **arrays, lse=lse, visibility=visibility, indices=indices)
+            return found.total, found.count
 
-    narrow, wide = (jax.grad(loss)(student, jnp.asarray(indices.astype(t))) for t in (dtype, np.int32))
-    for got, want in zip(narrow, wide, strict=True):
-        np.testing.assert_array_equal(got, want)
+        return jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*student)
+
+    def with_others(*others):
+        slots = [np.where(first < end, first, -1), np.where(end - first > 1, end - 1, -1)]
+        return np.concatenate([*slots, *(np.broadcast_to(other, first.shape) for other in others)], axis=2)
+
+    largest = np.iinfo(dtype).max
+    expected = loss(student, with_others(-1, -1, -1, -1, -1).astype(np.int32))
+    with jax.enable_x64(True):
+        got = loss(student, with_others(C, end, first, -2, min(largest, 1 << 32)).astype(dtype))
+    assert float(expected[0][1]) > B * S / 2
+    assert np.isfinite(got[0][0])
+    np.testing.assert_allclose(got[0][0], expected[0][0], rtol=1e-6)
+    assert got[0][1] == expected[0][1]
+    assert_gradients_close(got[1], expected[1], np.float32)
 
 
 @pytest.mark.slow

@@ -85,6 +85,20 @@ def test_it_counts_what_a_count_by_hand_counts(ids, top_k, elements, monkeypatch
     assert float(recall(arrays, ids, indices.copy()).mean) == 1.0
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+def test_indices_are_a_set_of_slots_that_a_query_sees(dtype):
+    """Out of range, invisible and -1 find nothing, and a duplicate finds once, as in core attention."""
+    able = reference_visibility(PACKED, W, M)[1]
+    arrays, indices = problem(2), choice(6, able, 5)
+    expected = recall(arrays, PACKED, np.where(np.arange(5) < 2, indices, -1))
+    others = indices.astype(dtype)
+    others[:, :, 2], others[:, :, 3], others[:, :, 4] = indices[:, :, 0], C, min(np.iinfo(dtype).max, 1 << 32)
+    with jax.enable_x64(True):
+        found = recall(arrays, PACKED, others)
+    assert float(expected.found) > 0
+    assert (float(found.found), float(found.count)) == (float(expected.found), float(expected.count))
+
+
 def test_what_no_query_sees_does_not_count():
     ids, top_k = PACKED.copy(), 5
     ids[:, -20:] = 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from foveal.backends.request import AttentionRequest, Backend, membership
 from foveal.backends.sinks import share_of_keys
 from foveal.geometry import Visibility
-from foveal.typing import Array, Precision
+from foveal.typing import Array, Precision, lowest
 
 
 class Dense(Backend):
@@ -33,17 +33,17 @@ class Dense(Backend):
             groups.append((request.entries.astype(dtype), entry_mask(request.visibility, request.indices)))
 
         logits = [_masked_logits(q, keys, mask, request.precision) for keys, mask in groups]
-        peak = jax.lax.stop_gradient(jnp.max(jnp.stack([x.max(axis=-1, initial=-jnp.inf) for x in logits]), axis=0))
-        seen = peak != -jnp.inf  # true for NaN, which must show
-        weights = [jnp.exp(x - jnp.where(seen, peak, 0.0)[..., None]) for x in logits]
+        peaks = jnp.stack([x.max(axis=-1, initial=lowest(dtype)) for x in logits])
+        peak = jax.lax.stop_gradient(jnp.where(padding, 0.0, jnp.max(peaks, axis=0)))  # all others see a key
+        weights = [jnp.exp(x - peak[..., None]) for x in logits]
         total = sum((w.sum(axis=-1) for w in weights), start=jnp.zeros_like(peak))
-        safe_total = jnp.where(seen, total, 1.0)
+        total = jnp.where(padding, 1.0, total)
         out = sum(
             (_values(w, keys, request.precision) for w, (keys, _) in zip(weights, groups, strict=True)),
             start=jnp.zeros_like(q),
         )
-        out = out / safe_total[..., None]
-        lse = jnp.where(seen, jnp.where(seen, peak, 0.0) + jnp.log(safe_total), -jnp.inf)
+        out = out / total[..., None]
+        lse = peak + jnp.log(total)
         out = out * share_of_keys(lse, request.sinks)[..., None]
         lost = broken & ~padding
         if request.tainted is not None:
@@ -65,7 +65,8 @@ def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> 
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length * heads, dim)
     logits = jnp.einsum("brd,bnd->brn", rows, keys, precision=precision)
-    return jnp.where(mask[:, :, None, :], logits.reshape(batch, length, heads, keys.shape[1]), -jnp.inf)
+    logits = logits.reshape(batch, length, heads, keys.shape[1])
+    return jnp.where(mask[:, :, None, :], logits, lowest(logits.dtype))
 
 
 def _values(weights: Array, keys: Array, precision: Precision) -> Array:

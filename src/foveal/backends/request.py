@@ -55,8 +55,9 @@ class AttentionRequest:
 class Backend(abc.ABC):
     """An implementation of core attention.
 
-    Queries that see nothing give zeros, an lse of -inf, and no gradient to anything, whatever they hold. A query that
-    holds NaN gives NaN, and no gradient to any key.
+    Queries that see nothing, which are those of padding, give zeros, any finite lse, and no gradient to anything,
+    whatever they hold. A query that holds NaN gives NaN, and no gradient to any key. Nothing here makes an infinity of
+    what is finite: under `jax_debug_infs` a run would end there.
 
     Attributes:
         name: what `implementation=` takes.

@@ -7,20 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.typing import Array, Bool, Float
+from foveal.typing import Array, Bool, Float, lowest
 
 
 def share_of_keys(lse: Float[Array, "B S H"], sinks: Float[Array, " H"] | None) -> Float[Array, "B S H"]:
     """What remains for the keys of a softmax whose denominator has the sink in it too.
 
     exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink): the factor for an attention that was normalised over its
-    keys alone. 1 for a sink of -inf, 0 for +inf and where nothing was seen (lse = -inf); none of these makes a NaN,
-    forward or backward.
+    keys alone. 1 for a sink of -inf, 0 for +inf; neither makes a NaN, forward or backward, as long as lse is finite.
     """
-    nothing = lse == -jnp.inf
-    if sinks is None:
-        return jnp.where(nothing, 0.0, jnp.ones_like(lse))
-    return jnp.where(nothing, 0.0, keys_share(jnp.where(nothing, 0.0, lse) - sinks[None, None]))
+    return jnp.ones_like(lse) if sinks is None else keys_share(lse - sinks[None, None])
 
 
 @jax.custom_jvp
@@ -44,19 +40,22 @@ class RowGradients(NamedTuple):
     """What of a query's output and log-sum-exp the gradients of its logits take.
 
     With p = exp(logit - lse) the weight of a key among the keys and f = sigmoid(lse - sink) the keys' share, out = f
-    sum_j p_j k_j. With g = f d_out the gradient of logit j is p_j (g . k_j + offset), and that of k_j has a part p_j g.
+    sum_j p_j k_j. The gradient of logit j is p_j (f d_out . k_j + offset), that of k_j has a part f p_j d_out, and that
+    of the sink is -(1 - f) d_out . out.
 
     Attributes:
         share: f.
-        lse: to compute p with: +inf, so that p = 0, for queries that give no gradient.
-        offset: d_lse - g . out.
-        sinks: each query's part of the sinks' gradient; None without sinks.
+        lse: to compute p with; of queries that give no gradient so large that p = 0.
+        offset: d_lse - f d_out . out.
+        inner: d_out . out; 0 for queries that give no gradient.
+        sink_share: 1 - f, with all its digits; None without sinks.
     """
 
     share: Array
     lse: Array
     offset: Array
-    sinks: Array | None
+    inner: Array
+    sink_share: Array | None
 
 
 def row_gradients(
@@ -75,12 +74,10 @@ def row_gradients(
         sinks: logits, or None.
         silent: queries that give no gradient: they saw nothing, or something that is not finite.
     """
-    weights_lse = jnp.where(silent, jnp.inf, lse)
+    weights_lse = jnp.where(silent, -lowest(lse.dtype), lse)
     lse = jnp.where(silent, 0.0, lse)
     inner = jnp.where(silent, 0.0, inner)
-    share, d_sinks = jnp.ones_like(lse), None
+    share, sink_share = jnp.ones_like(lse), None
     if sinks is not None:
-        margin = lse - sinks
-        share = keys_share(margin)
-        d_sinks = -keys_share(-margin) * inner  # keys_share(-margin) is 1 - share without the cancellation
-    return RowGradients(share, weights_lse, jnp.where(silent, 0.0, d_lse) - share * inner, d_sinks)
+        share, sink_share = keys_share(lse - sinks), keys_share(sinks - lse)
+    return RowGradients(share, weights_lse, jnp.where(silent, 0.0, d_lse) - share * inner, inner, sink_share)

@@ -112,7 +112,9 @@ class Documents:
             ValueError: wrong rank or dtype; where the ids are concrete, a negative id or a broken promise.
         """
         alignment = as_int("alignment", alignment, 0)
-        ids, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
+        narrow, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
+        # Traced ids are compared in their own width: narrowed, different ones could become equal, and one become 0.
+        ids = narrow if concrete is not None else jnp.asarray(segment_ids)
         require("segment_ids", concrete, lambda a: a >= 0, "no negative id (0 is padding)")
         if concrete is not None:
             rows = np.arange(concrete.shape[1])
@@ -191,7 +193,8 @@ class Documents:
             require("lengths", each.sum(1, dtype=np.int64), lambda a: a <= length, f"at most {length} rows in all")
             ends = np.pad(np.cumsum(each, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
         else:
-            ends = jnp.pad(jnp.cumsum(each[:, None] if one_each else each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+            each = jnp.clip(each[:, None] if one_each else each, 0, length)  # so that no sum wraps
+            ends = jnp.pad(jnp.cumsum(each, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
         return cls.from_cu_seqlens(ends, length, alignment=alignment)
 
     @classmethod

@@ -12,7 +12,7 @@ import numpy as np
 from foveal.checks import as_int, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
 from foveal.geometry.pytree import checked_pytree
-from foveal.typing import Array, Bool, Int32
+from foveal.typing import Array, Bool, Int, Int32, narrowed
 
 
 class TileRanges(NamedTuple):
@@ -214,6 +214,20 @@ class Visibility:
         """bool [B, S, K]: whether each query sees each of its own K slots; False for -1 and out of range."""
         first, end = self.entry_range
         return (slots >= first[:, :, None]) & (slots < end[:, :, None])
+
+    def seen_slots(self, slots: Int[Array, "B S K"]) -> Int32[Array, "B S K"]:
+        """int32 [B, S, K]: each slot that the query sees once, -1 in all other places, in no certain order.
+
+        The rule of every op that takes indices: -1, slots out of range and slots that the query does not see are
+        ignored, and a duplicate counts once.
+        """
+        none = self.slots
+        slots = narrowed(slots, -1, none)
+        slots = jnp.where(self.sees_slots(slots), slots, none)
+        ascending = (slots[..., 1:] >= slots[..., :-1]).all()  # as the indexer emits them: no sort needed
+        slots = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), slots)
+        repeated = jnp.pad(slots[..., 1:] == slots[..., :-1], ((0, 0), (0, 0), (1, 0)))
+        return jnp.where(repeated | (slots == none), -1, slots)
 
 
 def as_visibility(value: object) -> Visibility:

@@ -21,7 +21,7 @@ from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor, compressor_of
 from foveal.nn.parameters import Numerics, as_rngs, linear, rms_norm, zeros_parameter
 from foveal.nn.serving import append_tokens
-from foveal.ops.core_attention import core_attention
+from foveal.ops.core_attention import attend
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.rope import RopeTable, apply_rope, rope_table
@@ -66,6 +66,9 @@ class CompressedAttention(nnx.Module):
 
     The three layer types differ in their compressor (none; overlapped with an indexer; plain) and in their RoPE
     table, and in nothing else. Parameters do not depend on the length; a row too short for a window has no entries.
+
+    Hidden states whose projections are so large that a norm's squares overflow float32, from about 1e18 on, make their
+    token NaN, and what sees it; transformers' norm gives zeros there. Whatever is smaller comes out right.
 
     Logical axes of the parameters: embed, q_lora, heads, kv, window, norm, index_heads, o_groups, group_heads, o_lora.
 
@@ -356,8 +359,8 @@ class CompressedAttention(nnx.Module):
         return self.o_b_proj(self.o_a_proj(rotated))
 
     def _attend(self, made: _Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
-        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H]."""
-        return core_attention(
+        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
+        return attend(
             made.q,
             made.kv,
             made.entries,
@@ -365,7 +368,6 @@ class CompressedAttention(nnx.Module):
             indices=made.indices,
             sinks=self.sinks[...],
             precision=self.precision,
-            return_lse=True,
             implementation=implementation,
         )
 

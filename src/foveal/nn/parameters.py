@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from foveal.checks import as_dtype, as_float, as_precision, described
-from foveal.typing import Array, DTypeLike, Precision, accumulation_dtype
+from foveal.typing import Array, DTypeLike, Float, Precision, accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +93,21 @@ def linear(
     )
 
 
-def rms_norm(
-    features: int, *, epsilon: float, numerics: Numerics, rngs: nnx.Rngs, use_scale: bool = True
-) -> nnx.RMSNorm:
+class RMSNorm(nnx.RMSNorm):
+    """Flax's norm, whose result is NaN where the squares of a vector overflow.
+
+    Divided by infinity the vector would come out as zeros, as in transformers: a lost token that looks like an answer.
+    """
+
+    def __call__(self, x: Float[Array, "*rows D"], mask: Array | None = None) -> Float[Array, "*rows D"]:
+        """The norm over the last axis, in `dtype`."""
+        square = jnp.mean(jax.lax.square(x.astype(self.dtype)), axis=-1, keepdims=True)  # XLA computes it once
+        return jnp.where(jnp.isinf(square), jnp.nan, super().__call__(x, mask))
+
+
+def rms_norm(features: int, *, epsilon: float, numerics: Numerics, rngs: nnx.Rngs, use_scale: bool = True) -> RMSNorm:
     """x * rsqrt(mean(x^2) + epsilon) * scale, all of it and the result in float32: the caller casts, once."""
-    return nnx.RMSNorm(
+    return RMSNorm(
         features,
         epsilon=epsilon,
         dtype=numerics.wide,

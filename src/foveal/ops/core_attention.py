@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 
 from foveal.backends import registry
@@ -15,7 +14,7 @@ from foveal.backends.request import AttentionRequest, Backend
 from foveal.checks import as_array, as_indices, as_precision, as_scale, same_dtype
 from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Bool, Float, Int, Int32, Precision, narrowed
+from foveal.typing import Array, Bool, Float, Int, Precision
 
 
 @overload
@@ -98,12 +97,43 @@ def core_attention(
         ValueError: arguments that do not fit each other, or an unknown implementation.
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
+    out, lse = attend(
+        q,
+        kv,
+        entries,
+        visibility=visibility,
+        indices=indices,
+        sinks=sinks,
+        scale=scale,
+        precision=precision,
+        implementation=implementation,
+    )
+    if not return_lse:
+        return out
+    return out, jnp.where(visibility.documents.is_padding[:, :, None], -jnp.inf, lse)
+
+
+def attend(
+    q: Float[Array, "B S H D"],
+    kv: Float[Array, "B N D"],
+    entries: Float[Array, "B C D"] | None = None,
+    *,
+    visibility: Visibility,
+    indices: Int[Array, "B S K"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    scale: float | int | None = None,
+    precision: Precision = None,
+    implementation: str | Backend | None = None,
+) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
+    """Output and log-sum-exp of `core_attention`, for the layers: finite where nothing is visible, which is in padding.
+
+    An infinity that a user did not ask for would end a run under `jax_debug_infs`.
+    """
     request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
     backend = registry.choose(request, implementation)
     if implementation is None:  # the platform has chosen
         request = dataclasses.replace(request, q=planned(request.q))
-    out, lse = backend(_isolate_non_finite(_taken_out(_canonical(request))))
-    return (out, lse) if return_lse else out
+    return backend(_isolate_non_finite(_taken_out(_canonical(request))))
 
 
 def explain(
@@ -164,21 +194,10 @@ def _canonical(request: AttentionRequest) -> AttentionRequest:
     """Sinks in the accumulation dtype, and indices as backends want them."""
     indices, sinks = request.indices, request.sinks
     if indices is not None:
-        indices = _canonical_indices(indices, request.visibility)
+        indices = request.visibility.seen_slots(indices)
     if sinks is not None:
         sinks = sinks.astype(request.accumulation_dtype)
     return dataclasses.replace(request, indices=indices, sinks=sinks)
-
-
-def _canonical_indices(indices: Int[Array, "B S K"], visibility: Visibility) -> Int32[Array, "B S K"]:
-    """Each slot that the query sees at most once, -1 everywhere else."""
-    slots = visibility.slots
-    indices = narrowed(indices, -1, slots)
-    indices = jnp.where(visibility.sees_slots(indices), indices, slots)
-    ascending = (indices[..., 1:] >= indices[..., :-1]).all()  # as the indexer emits them: no sort needed
-    indices = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), indices)
-    repeated = jnp.pad(indices[..., 1:] == indices[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    return jnp.where(repeated | (indices == slots), -1, indices)
 
 
 def _taken_out(request: AttentionRequest) -> AttentionRequest:

@@ -14,7 +14,7 @@ from foveal.backends.program import varying
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.ops.indexer_pairs import Block, Gathered, Plan, Sources, Streamed, Student, Teacher
+from foveal.ops.indexer_pairs import LOWEST, Block, Gathered, Plan, Sources, Streamed, Student, Teacher
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -75,7 +75,8 @@ def indexer_loss(
             entries.
         sinks: [H], or None.
         visibility: who sees what.
-        indices: integers [B, S, K], each a slot that the query sees, none twice, or -1; as `select_entries` gives them.
+        indices: integers [B, S, K], the slots each query selected, by `core_attention`'s rule: -1, slots out of range
+            and slots that the query does not see are ignored; a duplicate counts once. None: all it sees.
         scale: of the attention's logits, D ** -0.5 by default.
         denominator: what a head's weights are shares of: "all" it attends to, window and sink included, or "entries"
             alone, as MaxText has it, which gives heads that look at the window as much say as others.
@@ -100,7 +101,7 @@ def indexer_loss(
     ):
         return IndexerLoss(jnp.zeros((), wide), jnp.zeros((), wide))
     if indices is not None:
-        indices = indices.astype(jnp.int32)
+        indices = visibility.seen_slots(indices)
     plan = Plan.of(student, teacher, indices, scale, denominator, precision)
     sums: Any = _loss(plan, student, teacher, visibility, indices)
     total, count = sums
@@ -206,15 +207,15 @@ class _RowSums(NamedTuple):
 
 def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Array]:
     """[B, T] divergences of softmax(scores) from softmax(logits), [B, T, N] each, and gradients of the scores."""
-    some = able & (logits != -jnp.inf)  # of an infinite sink nothing remains to learn from
+    some = able & (logits != LOWEST)  # of an infinite sink nothing remains to learn from
     any_entry = some.any(axis=-1)
 
     def log_softmax(values: Array, among: Array) -> Array:
-        values = jnp.where(among, values, -jnp.inf)
+        values = jnp.where(among, values, LOWEST)
         peak = jax.lax.stop_gradient(jnp.max(values, axis=-1, keepdims=True))
-        peak = jnp.where(peak == -jnp.inf, 0.0, peak)
+        peak = jnp.where(peak <= LOWEST, 0.0, peak)
         total = jnp.sum(jnp.where(among, jnp.exp(values - peak), 0.0), axis=-1, keepdims=True)
-        return jnp.where(among, values - peak - jnp.log(jnp.where(total == 0.0, 1.0, total)), -jnp.inf)
+        return jnp.where(among, values - peak - jnp.log(jnp.where(total == 0.0, 1.0, total)), LOWEST)
 
     log_teacher, log_student = log_softmax(logits, some), log_softmax(scores, able)
     teacher, student = jnp.exp(log_teacher), jnp.exp(log_student)

@@ -13,7 +13,7 @@ from foveal.backends.program import per_row, platform, varying
 from foveal.checks import as_array
 from foveal.geometry import TileRanges, Visibility
 from foveal.ops.indexing import relu
-from foveal.typing import Array, Precision
+from foveal.typing import Array, Precision, lowest
 
 
 class Student(NamedTuple):
@@ -92,19 +92,37 @@ class Block(NamedTuple):
     ranges: TileRanges
 
 
+LOWEST = lowest(jnp.float32)
+"""The score or logit of what is no entry of a query, and its share as a logarithm."""
+
+
 def log_denominator(lse: Array, sinks: Array | None) -> Array:
-    """float32 [B, S, H]: the logarithm of what a head's weights are shares of, window, entries and sink."""
+    """float32 [B, S, H]: the logarithm of what a head's weights are shares of, window, entries and sink.
+
+    Anything finite where a query sees nothing.
+    """
     lse = lse.astype(jnp.float32)
+    lse = jnp.where(lse < LOWEST, 0.0, lse)
     return lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
 
 
 def heads_logits(logits: Array, whole: Array) -> Array:
-    """log sum_h exp(logits - whole), [B, T, N] of [B, T, H, N] and [B, T, H]; none of a head with nothing to share."""
-    shares = jnp.where(jnp.isfinite(whole)[..., None], logits - whole[..., None], -jnp.inf)
+    """log sum_h exp(logits - whole), [B, T, N] of [B, T, H, N] and [B, T, H].
+
+    None of a head with nothing to share, one whose sink is infinite; `LOWEST` where no head has anything.
+    """
+    shares = jnp.where(jnp.isfinite(whole)[..., None], logits - whole[..., None], LOWEST)
     shares = jnp.where(jnp.isnan(whole)[..., None], jnp.nan, shares)
-    peak = shares.max(axis=2, keepdims=True)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)
-    return jnp.log(jnp.sum(jnp.exp(shares - peak), axis=2)) + peak[:, :, 0]
+    return log_sum_exp(shares, axis=2)
+
+
+def log_sum_exp(logits: Array, *, axis: int) -> Array:
+    """Over an axis of float32 logits; `LOWEST` where all of them are."""
+    peak = logits.max(axis=axis, keepdims=True)
+    peak = jnp.where(peak <= LOWEST, 0.0, peak)
+    total = jnp.sum(jnp.exp(logits - peak), axis=axis)
+    none = total == 0.0
+    return jnp.where(none, LOWEST, jnp.log(jnp.where(none, 1.0, total)) + jnp.squeeze(peak, axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,28 +174,29 @@ class Streamed:
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=2)
             return put(both[0], scores), put(both[1], logits)
 
-        empty = jnp.full((batch, queries, slots), -jnp.inf, jnp.float32)
+        empty = jnp.full((batch, queries, slots), LOWEST, jnp.float32)
         start = varying((empty, empty), (self.sources, self.block))
         scores, logits = jax.lax.fori_loop(*self._columns(), step, start)
         return scores, logits, jnp.broadcast_to(self.block.ranges.sees(0, slots), scores.shape)
 
     def _own_denominators(self) -> Array:
-        """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone."""
+        """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone; anything finite without any."""
 
         def step(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             column, seen, fresh = self._at(j)
-            logits = jnp.where((seen & fresh)[:, :, None], self._logits(column), -jnp.inf)
+            logits = jnp.where((seen & fresh)[:, :, None], self._logits(column), LOWEST)
             peak = jnp.maximum(sums[0], logits.max(axis=-1))
-            safe = jnp.where(peak == -jnp.inf, 0.0, peak)
+            safe = jnp.where(peak <= LOWEST, 0.0, peak)
             total = sums[1] * jnp.exp(sums[0] - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1)
             return peak, total
 
         shape = self.block.q.shape[:3]
         start = varying(
-            (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)), (self.sources, self.block)
+            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)), (self.sources, self.block)
         )
         peak, total = jax.lax.fori_loop(*self._columns(), step, start)
-        return jnp.where(peak == -jnp.inf, -jnp.inf, peak + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+        none = total == 0.0
+        return jnp.where(none, 0.0, peak) + jnp.log(jnp.where(none, 1.0, total))
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
         """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
@@ -230,7 +249,8 @@ class Gathered:
         logits = _matmul("bthd,btkd->bthk", self.block.q, entries, self.plan) * self.plan.scale
         whole = self.block.whole
         if self.plan.own_denominator:
-            whole = jax.nn.logsumexp(jnp.where(able[:, :, None], logits, -jnp.inf), axis=-1)
+            whole = log_sum_exp(jnp.where(able[:, :, None], logits, LOWEST), axis=-1)
+            whole = jnp.where(whole == LOWEST, 0.0, whole)
         return scores, heads_logits(logits, whole), able
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:

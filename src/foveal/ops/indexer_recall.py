@@ -65,7 +65,8 @@ def indexer_recall(
     entries, seen or not: it costs more than the attention it measures.
 
     Args:
-        indices: the indexer's choice, integers [B, S, K]; -1 is none, as `select_entries` gives them.
+        indices: the indexer's choice, integers [B, S, K], by `core_attention`'s rule: -1, slots out of range and slots
+            that the query does not see are ignored; a duplicate counts once.
         q: attention queries, [B, S, H, D].
         entries: the attention's entries, [B, C, D].
         lse: log-sum-exp of the attention's logits, [B, S, H], from `core_attention(..., return_lse=True)` over the
@@ -87,14 +88,13 @@ def indexer_recall(
     zero = jnp.zeros((), jnp.float32)
     if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
+    indices = visibility.seen_slots(indices)
     q, size = planned(q), min(per_row(_ELEMENTS // (heads * slots), batch, 1), length)
 
     def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         row = jnp.minimum(i * size, length - size)
         fresh = row + jnp.arange(size, dtype=jnp.int32) >= i * size  # the last block may begin in the one before
-        q_at, whole_at, chosen_at = (
-            jax.lax.dynamic_slice_in_dim(a, row, size, axis=1) for a in (q, whole, indices.astype(jnp.int32))
-        )
+        q_at, whole_at, chosen_at = (jax.lax.dynamic_slice_in_dim(a, row, size, axis=1) for a in (q, whole, indices))
         ranges = visibility.tile(row, size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
         ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))

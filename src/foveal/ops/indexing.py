@@ -223,7 +223,7 @@ def _best_by_bisection(ranks: Array, count: int) -> Array:
 
     def step(i: Array, reached: Array) -> Array:
         # Counted from the lowest int32 up, in uint32.
-        higher = reached | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+        higher = reached | (jnp.uint32(1) << (jnp.uint32(31) - jnp.uint32(i)))
         enough = _how_many(ranks >= _signed(higher)) >= count
         return jnp.where(enough, higher, reached)
 
@@ -269,6 +269,6 @@ def _running_count(flags: Array) -> Array:
 
 
 def _largest(array: Array) -> Array:
-    """Infinite if anything is not finite: a maximum alone may pass over NaN, as `relu` says."""
+    """NaN if anything is not finite: a maximum alone may pass over NaN, as `relu` says."""
     array = array.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(array).all(), jnp.abs(array).max(), jnp.inf)
+    return jnp.where(jnp.isfinite(array).all(), jnp.abs(array).max(), jnp.nan)

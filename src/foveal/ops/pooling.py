@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from foveal.checks import as_array, as_bool
 from foveal.geometry import WindowLayout, as_layout
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Float, Float32
+from foveal.typing import Array, Float, Float32, lowest
 
 
 @any_mesh(like="kv", dims=1)
@@ -63,7 +63,7 @@ def pool_windows(
         if present is not None:  # absent rows are replaced before use, so that 0 x NaN never arises, forward or back
             present = present[:, :, None, None]
             value = jnp.where(present, value, 0.0)
-            logit = jnp.where(present, logit, -jnp.inf)
+            logit = jnp.where(present, logit, lowest(logit.dtype))
         values.append(value)
         logits.append(logit)
     pooled = _softmax_weighted_sum(jnp.concatenate(values, axis=2), jnp.concatenate(logits, axis=2))
@@ -71,8 +71,8 @@ def pool_windows(
 
 
 def _softmax_weighted_sum(value: Array, logit: Array) -> Array:
-    """sum_j softmax_j(logit) * value over axis 2; 0 where every logit is -inf."""
+    """sum_j softmax_j(logit) * value over axis 2; 0 where every logit is `lowest` or -inf."""
     peak = jax.lax.stop_gradient(jnp.max(logit, axis=2, keepdims=True))
-    weight = jnp.exp(logit - jnp.where(peak == -jnp.inf, 0.0, peak))
+    weight = jnp.exp(logit - jnp.where(peak <= lowest(peak.dtype), 0.0, peak))
     total = jnp.sum(weight, axis=2)
     return jnp.sum(weight * value, axis=2) / jnp.where(total == 0.0, 1.0, total)

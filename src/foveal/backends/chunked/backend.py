@@ -34,7 +34,7 @@ class Chunked(Backend):
         q, kv = request.q, request.kv
         if q.size == 0:
             wide = request.accumulation_dtype
-            return jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:3], -jnp.inf, wide)
+            return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], wide)
         entries = kv[:, :0] if request.entries is None else request.entries
         # Tiles are whole rows, and the backward pass takes the same queries again.
         operands = Operands(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,10 @@ from foveal.backends.chunked.tiles import (
     window_start,
 )
 from foveal.backends.program import varying
-from foveal.backends.sinks import row_gradients
-from foveal.typing import Array
+from foveal.backends.sinks import RowGradients, row_gradients
+from foveal.typing import Array, lowest
+
+T = TypeVar("T")
 
 
 class Gradients(NamedTuple):
@@ -47,9 +49,23 @@ class _Rows(NamedTuple):
     """A tile's part of what the gradient of a logit takes: see `RowGradients`."""
 
     q: Array
-    g: Array
+    d_out: Array
+    share: Array
     lse: Array
     offset: Array
+
+
+class _Sums(NamedTuple):
+    """Sums of a tile over its columns.
+
+    Attributes:
+        q: the gradient of its queries, [B, T, H, D].
+        inner: sum_j p_j d_out . k_j, [B, T, H], where the output has been rounded: the sinks' gradient is made of
+            nothing else, and of the rounded output it would have no more digits than that. None where not needed.
+    """
+
+    q: Array
+    inner: Array | None
 
 
 def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
@@ -62,14 +78,16 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
 
     def step(i: Array, grads: Gradients) -> Gradients:
         tile = tile_at(plan, operands, i)
-        rows, d_sinks = _rows(operands, tile, out, lse, d_out, d_lse)
-        d_q, grads = _window(plan, operands, sources, tile, rows, grads)
+        of_rows, rows = _rows(operands, tile, out, lse, d_out, d_lse)
+        sums, grads = _window(plan, operands, sources, tile, rows, grads)
         if plan.entries in ("stream", "gather"):
-            d_q, d_entries = _entries(plan, operands, sources, tile, rows, (d_q, grads.entries))
+            sums, d_entries = _entries(plan, operands, sources, tile, rows, (sums, grads.entries))
             grads = grads._replace(entries=d_entries)
-        if grads.sinks is not None:
-            grads = grads._replace(sinks=grads.sinks + d_sinks)
-        return grads._replace(q=tile.put(grads.q, d_q))
+        if grads.sinks is not None and of_rows.sink_share is not None:
+            inner = of_rows.inner if sums.inner is None else of_rows.share * sums.inner
+            d_sinks = jnp.where(tile.fresh[None, :, None], -of_rows.sink_share * inner, 0.0)
+            grads = grads._replace(sinks=grads.sinks + jnp.sum(d_sinks, axis=(0, 1)))
+        return grads._replace(q=tile.put(grads.q, sums.q))
 
     start = Gradients(
         stored(plan, jax.lax.empty(q.shape, q.dtype)),
@@ -82,24 +100,22 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
     return grads._replace(q=restored(grads.q))
 
 
-def _rows(operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[_Rows, Array]:
-    """The tile's rows, and its part of the sinks' gradient."""
+def _rows(
+    operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, d_lse: Array
+) -> tuple[RowGradients, _Rows]:
     wide = lse.dtype
     d_out_rows, lse_rows, d_lse_rows = tile.take(d_out), tile.take(lse), tile.take(d_lse)
-    out_rows = tile.take(out)
-    silent = ~jnp.isfinite(lse_rows)  # queries that give no gradient: they saw nothing, or something not finite
+    # Queries that give no gradient: they saw nothing, or something not finite.
+    silent = tile.is_padding[..., None] | ~jnp.isfinite(lse_rows)
     if operands.tainted is not None:
         silent = silent | tile.take(operands.tainted)[..., None]
-    inner = _row_sums(d_out_rows.astype(wide) * out_rows.astype(wide))
+    inner = _row_sums(d_out_rows.astype(wide) * tile.take(out).astype(wide))
     sinks = None if operands.sinks is None else operands.sinks[None, None]
-    rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, silent)
-    d_sinks = jnp.zeros((), wide)
-    if rows.sinks is not None:
-        d_sinks = jnp.sum(jnp.where(tile.fresh[None, :, None], rows.sinks, 0.0), axis=(0, 1))
-    g = jnp.where(silent[..., None], 0.0, d_out_rows * rows.share[..., None].astype(d_out_rows.dtype))
+    of_rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, silent)
     q = tile.take(operands.q)
     q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
-    return _Rows(q, g, rows.lse, rows.offset), d_sinks
+    d_out_rows = jnp.where(silent[..., None], 0.0, d_out_rows)
+    return of_rows, _Rows(q, d_out_rows, of_rows.share, of_rows.lse, of_rows.offset)
 
 
 def _row_sums(array: Array) -> Array:
@@ -110,94 +126,105 @@ def _row_sums(array: Array) -> Array:
 
 def _window(
     plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, grads: Gradients
-) -> tuple[Array, Gradients]:
-    d_q, d_keys = _columns(plan, tile, rows, window_columns(plan, operands, sources, tile))
+) -> tuple[_Sums, Gradients]:
+    exact = operands.sinks is not None and rows.q.dtype != rows.lse.dtype
+    sums, d_keys = _columns(plan, tile, rows, window_columns(plan, operands, sources, tile), exact=exact)
     start, size = window_start(plan, operands, tile), plan.window_columns
     grads = grads._replace(kv=_add_at(grads.kv, d_keys[:, :size], start))
     if plan.entries == "few":
         grads = grads._replace(entries=grads.entries + d_keys[:, size:])
-    return d_q, grads
+    return sums, grads
 
 
-Sums = tuple[Array, Array]
-"""Gradients so far: of a tile's q [B, T, H, D], and of all entries [B, C, D]."""
+Both = tuple[_Sums, Array]
+"""What a tile has summed so far, and the gradient of all entries, [B, C, D]."""
 
 
-def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, sums: Sums) -> Sums:
-    """`sums` with what entries add, block by block or, of a tile that gathers, query by query."""
+def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, both: Both) -> Both:
+    """`both` with what entries add, block by block or, of a tile that gathers, query by query."""
     steps = entry_steps(plan, tile)
     selected = selected_slots(operands, tile, steps)
 
-    def streamed(block: Array, sums: Sums) -> Sums:
-        d_q, d_keys = _columns(plan, tile, rows, entry_columns(plan, operands, sources, tile, selected, block))
-        return sums[0] + d_q, _add_at(sums[1], d_keys, entry_start(plan, operands, block))
+    def streamed(block: Array, both: Both) -> Both:
+        columns = entry_columns(plan, operands, sources, tile, selected, block)
+        more, d_keys = _columns(plan, tile, rows, columns, exact=both[0].inner is not None)
+        return jax.tree.map(jnp.add, both[0], more), _add_at(both[1], d_keys, entry_start(plan, operands, block))
 
-    sums = jax.lax.fori_loop(steps.first, steps.end, streamed, sums)
+    both = jax.lax.fori_loop(steps.first, steps.end, streamed, both)
     if plan.entries != "gather":
-        return sums
+        return both
     assert operands.indices is not None
     slots = tile.take(operands.indices)
 
-    def gathered(i: Array, sums: Sums) -> Sums:
-        return _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, sums)
+    def gathered(i: Array, both: Both) -> Both:
+        return _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, both)
 
-    return jax.lax.fori_loop(0, steps.parts, gathered, sums)
+    return jax.lax.fori_loop(0, steps.parts, gathered, both)
 
 
-def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, first: Array, sums: Sums) -> Sums:
-    """`sums` with what some queries' selected entries add.
+def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, first: Array, both: Both) -> Both:
+    """`both` with what some queries' selected entries add.
 
-    q and g are stacked, as are the weights and the gradients of the scores: in one matmul instead of two, since these
-    are small, a query's heads by its entries.
+    q and d_out are stacked, as are the gradients of the scores and the weights: in one matmul instead of two, since
+    these are small, a query's heads by its entries.
     """
     part = Part(first, plan.gather_block)
     slots, fresh = part.take(slots), jax.lax.dynamic_slice_in_dim(tile.fresh, first, plan.gather_block)
     columns = gathered_columns(operands, slots)
-    keys, narrow = columns.keys.rows, rows.q.dtype
-    both = jnp.stack([part.take(rows.q), part.take(rows.g)], axis=2)
-    dots = contract(plan, both, keys, ((4,), (3,)), ((0, 1), (0, 1)))
+    mine, keys, narrow = jax.tree.map(part.take, rows), columns.keys.rows, rows.q.dtype
+    stacked_rows = jnp.stack([mine.q, mine.d_out], axis=2)
+    dots = contract(plan, stacked_rows, keys, ((4,), (3,)), ((0, 1), (0, 1)))
     mask = (columns.mask & fresh[None, :, None])[:, :, None]
+    weights = _once(plan, tile, dots, lambda: _weights(plan, mine, mask, dots[:, :, 0]))
 
-    def weigh() -> Array:
-        logits = dots[:, :, 0] * plan.scale - part.take(rows.lse)[..., None]
-        return jnp.exp(jnp.where(mask, logits, -jnp.inf))
+    def stacked() -> tuple[Array, Array]:
+        d_scores, products = _score_gradients(plan, mine, mask, weights, dots[:, :, 1])
+        of_keys = weights * mine.share[..., None]
+        return jnp.stack([d_scores.astype(narrow), of_keys.astype(narrow)], axis=2), products
 
-    weights = _once(plan, tile, dots, weigh)
-
-    def score_gradients() -> Array:
-        of_seen = jnp.where(mask, dots[:, :, 1] + part.take(rows.offset)[..., None], 0.0)
-        d_scores = weights * of_seen * plan.scale
-        return jnp.stack([d_scores.astype(narrow), weights.astype(narrow)], axis=2)
-
-    stacked = _once(plan, tile, weights, score_gradients)
-    d_q = contract(plan, stacked[:, :, 0], keys, ((3,), (2,)), ((0, 1), (0, 1)))
-    d_keys = contract(plan, stacked, both, ((2, 3), (2, 3)), ((0, 1), (0, 1)))
+    scores, products = _once(plan, tile, weights, stacked)
+    d_q = contract(plan, scores[:, :, 0], keys, ((3,), (2,)), ((0, 1), (0, 1)))
+    d_keys = contract(plan, scores, stacked_rows, ((2, 3), (2, 3)), ((0, 1), (0, 1)))
     # A masked column's gradient is zero, so that its slot may be any. Mapped over the batch, so that it stays sharded.
     d_entries = jax.vmap(lambda total, slot, part: total.at[slot].add(part, mode="promise_in_bounds"))(
-        sums[1], jnp.maximum(slots, 0), d_keys
+        both[1], jnp.maximum(slots, 0), d_keys
     )
-    return part.put(sums[0], part.take(sums[0]) + d_q), d_entries
+    more = _Sums(d_q, None if both[0].inner is None else _row_sums(products))
+    return jax.tree.map(lambda all_rows, some: part.put(all_rows, part.take(all_rows) + some), both[0], more), d_entries
 
 
-def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns) -> tuple[Array, Array]:
-    """What some columns add to the gradient of q, [B, T, H, D], and the gradient of their keys."""
+def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bool) -> tuple[_Sums, Array]:
+    """What some columns add to a tile's sums, with or without `_Sums.inner`, and the gradient of their keys."""
     mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
-    logits = dot_keys(plan, rows.q, columns.keys) * plan.scale
-    weights = jnp.exp(jnp.where(mask, logits - rows.lse[..., None], -jnp.inf))
+    weights = _weights(plan, rows, mask, dot_keys(plan, rows.q, columns.keys))
+    d_weights = dot_keys(plan, rows.d_out, columns.keys)
     narrow = rows.q.dtype
-    d_weights = dot_keys(plan, rows.g, columns.keys)
 
-    def score_gradients() -> Array:
-        # Of a key that is not seen the product may be infinite: its weight is zero, but 0 * inf is not.
-        of_seen = jnp.where(mask, d_weights + rows.offset[..., None], 0.0)
-        return (weights * of_seen * plan.scale).astype(narrow)
+    def score_gradients() -> tuple[Array, Array | None]:
+        d_scores, products = _score_gradients(plan, rows, mask, weights, d_weights)
+        return d_scores.astype(narrow), _row_sums(products) if exact else None
 
-    d_scores = _once(plan, tile, weights, score_gradients)
-    d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, weights.astype(narrow), rows.g, columns)
-    return combine(plan, d_scores, columns.keys), d_keys
+    d_scores, inner = _once(plan, tile, weights, score_gradients)
+    of_keys = (weights * rows.share[..., None]).astype(narrow)
+    d_keys = _onto_keys(plan, d_scores, rows.q, columns) + _onto_keys(plan, of_keys, rows.d_out, columns)
+    return _Sums(combine(plan, d_scores, columns.keys), inner), d_keys
 
 
-def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], Array]) -> Array:
+def _weights(plan: Plan, rows: _Rows, mask: Array, dots: Array) -> Array:
+    """exp(logit - lse), [B, T, H, N]; 0 where not seen."""
+    logits = dots * plan.scale - rows.lse[..., None]
+    return jnp.exp(jnp.where(mask, logits, lowest(logits.dtype)))
+
+
+def _score_gradients(plan: Plan, rows: _Rows, mask: Array, weights: Array, d_weights: Array) -> tuple[Array, Array]:
+    """Gradients of the dots of q, and p_j d_out . k_j, from weights p_j and dots of d_out: [B, T, H, N] each."""
+    # Of a key that is not seen the product may be infinite: its weight is zero, but 0 * inf is not.
+    of_seen = jnp.where(mask, d_weights, 0.0)
+    d_scores = weights * (of_seen * rows.share[..., None] + rows.offset[..., None]) * plan.scale
+    return d_scores, weights * of_seen
+
+
+def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], T]) -> T:
     """What `compute` returns, which XLA must not compute again for every use: see `Plan.shield`.
 
     It varies over the devices that `like` varies over.
@@ -205,7 +232,9 @@ def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], Array]) -> 
     if not plan.shield:
         return compute()
     made = jax.eval_shape(compute)
-    return jax.lax.cond(tile.row >= 0, compute, lambda: varying(jnp.zeros(made.shape, made.dtype), like))
+    return jax.lax.cond(
+        tile.row >= 0, compute, lambda: varying(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made), like)
+    )
 
 
 def _onto_keys(plan: Plan, weights: Array, rows: Array, columns: Columns) -> Array:

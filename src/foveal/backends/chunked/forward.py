@@ -27,7 +27,7 @@ from foveal.backends.chunked.tiles import (
 )
 from foveal.backends.program import varying
 from foveal.backends.sinks import share_of_keys
-from foveal.typing import Array, accumulation_dtype
+from foveal.typing import Array, accumulation_dtype, lowest
 
 
 class Softmax(NamedTuple):
@@ -39,7 +39,7 @@ class Softmax(NamedTuple):
 
 
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Output [B, S, H, D] in q's dtype and log-sum-exp over the keys [B, S, H]."""
+    """Output [B, S, H, D] in q's dtype and log-sum-exp over the keys [B, S, H], 0 for padding."""
     q = operands.q
     wide = accumulation_dtype(q.dtype)
 
@@ -52,7 +52,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         # A weight of one is among the keys of a query that sees any, unless infinity in the query left none.
         seen = state.total != 0.0  # true for NaN, which must show
         total = jnp.where(seen, state.total, 1.0)
-        nothing = jnp.where(tile.ranges.window_end > tile.ranges.window_first, jnp.nan, -jnp.inf)
+        nothing = jnp.where(tile.is_padding, 0.0, jnp.nan)
         lse = jnp.where(seen, state.peak + jnp.log(total), nothing[..., None].astype(wide))
         factor = jnp.where(jnp.isnan(lse), jnp.nan, share_of_keys(lse, operands.sinks) / total)
         if operands.tainted is not None:
@@ -97,7 +97,7 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
     logits = _masked_logits(plan, q, columns)
     peak = jnp.max(logits, axis=-1)
     peak = peak if state is None else jnp.maximum(peak, state.peak)
-    peak = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing seen yet: any finite number serves
+    peak = jnp.where(peak <= lowest(peak.dtype), 0.0, peak)  # nothing seen yet: any number that is not low serves
     weights = jnp.exp(logits - peak[..., None])
     total = jnp.sum(weights, axis=-1)
     values = combine(plan, weights.astype(q.dtype), columns.keys)
@@ -108,8 +108,9 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
 
 
 def _masked_logits(plan: Plan, q: Array, columns: Columns) -> Array:
-    """[B, T, H, N] in the accumulation dtype, -inf where unseen."""
-    return jnp.where(columns.mask[:, :, None], dot_keys(plan, q, columns.keys) * plan.scale, -jnp.inf)
+    """[B, T, H, N] in the accumulation dtype, `lowest` where unseen."""
+    logits = dot_keys(plan, q, columns.keys) * plan.scale
+    return jnp.where(columns.mask[:, :, None], logits, lowest(logits.dtype))
 
 
 def dot_keys(plan: Plan, rows: Array, keys: Keys) -> Array:

@@ -83,6 +83,11 @@ class Tile(NamedTuple):
     fresh: Array
     ranges: TileRanges
 
+    @property
+    def is_padding(self) -> Array:
+        """bool [B or 1, T]: queries that see nothing, since every other one sees its own key."""
+        return self.ranges.window_end <= self.ranges.window_first
+
     def take(self, array: Array) -> Array:
         """Its rows of [B, S, ...], `stored` or not."""
         return restored(jax.lax.dynamic_slice_in_dim(array, self.row, self.fresh.shape[0], axis=1))

@@ -8,7 +8,6 @@ queries' size is held but the queries, the output and their gradients.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from foveal.backends.splash.operands import (
     segments,
     static_masks_of,
 )
-from foveal.typing import Array
+from foveal.typing import Array, lowest
 
 
 def attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
@@ -122,14 +121,14 @@ def _padded(plan: Plan, array: Array, value: float = 0.0) -> Array:
 def _forward_row(
     plan: Plan, masks: Masks, row: _Row, sinks: Array | None, together: int, q: Array
 ) -> tuple[Array, Array]:
-    """Output [H, S, D] and log-sum-exp [H, S]; zeros and -inf for padding, NaN for what is lost."""
+    """Output [H, S, D] and log-sum-exp [H, S]; zeros for padding, NaN for what is lost."""
 
     def group(carry: None, q: Array, sinks: Array | None) -> tuple[None, tuple[Array, Array]]:
         operands = Operands(_padded(plan, q), row.keys, row.values, row.segments)
         out, lse = kernel.forward(plan.call, masks.forward, operands)
         out, lse = out[:, : plan.layout.rows], lse[:, : plan.layout.rows]
         lost = row.tainted[None] | ~jnp.isfinite(q).all(axis=-1)
-        lse = jnp.where(row.padding[None], -jnp.inf, jnp.where(lost, jnp.nan, lse))
+        lse = jnp.where(row.padding[None], 0.0, jnp.where(lost, jnp.nan, lse))
         share = share_of_keys(lse.T[None], sinks)[0].T
         out = out.astype(jnp.float32) * share[..., None]
         out = jnp.where(row.padding[None, :, None], 0.0, jnp.where(lost[..., None], jnp.nan, out))
@@ -155,7 +154,7 @@ def _backward_row(
     def group(sums: tuple[Array, Array], *parts: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         q, out, lse, d_out, d_lse, sinks = parts
         inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
-        silent = ~jnp.isfinite(lse)
+        silent = row.padding[None] | ~jnp.isfinite(lse)
         of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], silent)
         g = jnp.where(silent[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
         # A silent query's weights are zero, but 0 x NaN is NaN.
@@ -165,12 +164,14 @@ def _backward_row(
             plan.call,
             masks.backward,
             operands,
-            _padded(plan, of_rows.lse, math.inf),
+            _padded(plan, of_rows.lse, -lowest(of_rows.lse.dtype)),
             _padded(plan, g),
             _padded(plan, of_rows.offset),
         )
         sums = sums[0] + d_k.astype(jnp.float32), sums[1] + d_v.astype(jnp.float32)
-        d_sinks = jnp.zeros(q.shape[:1], jnp.float32) if of_rows.sinks is None else of_rows.sinks.sum(axis=1)
+        d_sinks = jnp.zeros(q.shape[:1], jnp.float32)
+        if of_rows.sink_share is not None:
+            d_sinks = -(of_rows.sink_share * of_rows.inner).sum(axis=1)
         return sums, (d_q[:, : plan.layout.rows], d_sinks)
 
     start = jnp.zeros(row.keys.shape, jnp.float32), jnp.zeros(row.keys.shape, jnp.float32)

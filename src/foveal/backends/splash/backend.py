@@ -58,7 +58,7 @@ class _SplashBackend(Backend):
         from foveal.backends.splash.operands import Arrays, Plan
 
         if request.q.size == 0:
-            return jnp.zeros_like(request.q), jnp.full(request.q.shape[:3], -jnp.inf, request.accumulation_dtype)
+            return jnp.zeros_like(request.q), jnp.zeros(request.q.shape[:3], request.accumulation_dtype)
         visibility = request.visibility
         heads = request.q.shape[2] // _devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)

@@ -137,8 +137,8 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values: a logit's is exp(logit - lse) (d_out . v + offset).
 
-    Splash itself takes no gradient of the log-sum-exp; its kernel does, within the offset. A lse of +inf leaves a row
-    without any. The kernel keeps three partial sums of the queries' gradient.
+    Splash itself takes no gradient of the log-sum-exp; its kernel does, within the offset. A lse beyond all logits
+    leaves a row without any. The kernel keeps three partial sums of the queries' gradient.
     """
     size = call.blocks
     with _promotion():

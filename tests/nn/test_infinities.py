@@ -1,0 +1,74 @@
+"""Layers without jit under `jax_debug_infs`, which ends a run at any infinity: none arises that nobody put in."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from foveal import AttentionConfig, CompressedAttention, LayerType
+from foveal.testing.generators import random_hidden, random_params
+from foveal.testing.parameters import set_params
+
+CONFIG = AttentionConfig.tiny()
+LENGTH = 21
+IDS = jnp.array([[0] * 2 + [1] * 11 + [2] * 6 + [0] * 2, [0] * LENGTH, [3] * LENGTH])
+X = jnp.asarray(random_hidden(0, 3, LENGTH, CONFIG.hidden_size))
+
+every_layer = pytest.mark.parametrize("layer_type", list(LayerType))
+
+
+@pytest.fixture(autouse=True)
+def infinities_end_a_run() -> Iterator[None]:
+    with jax.debug_infs(True):
+        yield
+
+
+def layer_of(layer_type: LayerType) -> CompressedAttention:
+    """With sinks that take their share."""
+    layer = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
+    set_params(layer, random_params(CONFIG, layer_type, 0))
+    return layer
+
+
+def test_an_infinity_ends_a_run():
+    with pytest.raises(FloatingPointError, match="inf"):
+        jnp.log(jnp.zeros(1))
+
+
+@every_layer
+@pytest.mark.parametrize("implementation", ["chunked", pytest.param("dense", marks=pytest.mark.slow)])
+def test_packed_rows_with_padding_forward_and_backward(layer_type, implementation):
+    """And a row of nothing but padding; the indexer's loss with them."""
+    graph, params = nnx.split(layer_of(layer_type))
+
+    def loss(params, x):
+        layer = nnx.merge(graph, params)
+        out, of_indexer = layer(x, IDS, return_indexer_loss=True, implementation=implementation)
+        return (out**2).sum() + of_indexer.mean
+
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(params, X)
+    assert value > 0
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.slow
+@every_layer
+@pytest.mark.parametrize("mapped", [False, True])
+def test_prefill_and_decode(layer_type, mapped):
+    """From nothing to several windows, rows of no token among them; also mapped over single rows."""
+    layer = layer_of(layer_type)
+    lengths = jnp.array([0, 3, 4])
+
+    if mapped:
+        cache = jax.vmap(lambda _: layer.init_cache(1, 32))(lengths)
+        of_row = jax.vmap(lambda cache, x, length: layer.decode(cache, x[None], length[None]))
+    else:
+        cache, of_row = layer.init_cache(3, 32), layer.decode
+    out = X
+    for first in range(0, 12, 4):
+        out, cache = of_row(cache, X[:, first : first + 4], lengths)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(np.ravel(cache.lengths), 3 * lengths)

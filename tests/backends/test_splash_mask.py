@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask_info import (
-    MaskInfo,
-    _downcast_to_small_type,
-    _process_mask,
-)
 
 from foveal.backends.splash.layout import KeyLayout
 from foveal.backends.splash.mask import HCAStaticMask
 from foveal.backends.splash.mask_info import static_mask_info
+from foveal.backends.splash.tokamax_splash import MaskInfo, splash_attention_mask_info
 from foveal.geometry import Documents, Visibility
 
 BLOCKS = st.sampled_from([2, 3, 4, 8, 12, 16])
@@ -184,7 +180,7 @@ def test_tiles_are_those_that_tokamax_finds(case):
     """It evaluates the mask everywhere. Every field, dtypes too, for the forward and the backward kernel."""
     mask, block_q, block_kv = case
     for is_dkv in (False, True):
-        want, _ = _process_mask(mask, (block_q, block_kv), is_dkv)
+        want, _ = splash_attention_mask_info._process_mask(mask, (block_q, block_kv), is_dkv)
         assert_same_info(static_mask_info(mask, block_q, block_kv, is_dkv=is_dkv), want)
 
 
@@ -194,7 +190,7 @@ def test_numbers_of_blocks_around_the_largest_int8(length, block_q, block_kv):
     """128 blocks of rows or columns still have numbers of int8, 129 do not."""
     mask = mask_of(length, 3, 0, block_q, block_kv)
     for is_dkv in (False, True):
-        want, _ = _process_mask(mask, (block_q, block_kv), is_dkv)
+        want, _ = splash_attention_mask_info._process_mask(mask, (block_q, block_kv), is_dkv)
         assert_same_info(static_mask_info(mask, block_q, block_kv, is_dkv=is_dkv), want)
     info = static_mask_info(mask, block_q, block_kv)
     dtypes = {numbers.dtype for numbers in (info.active_rows, info.active_cols) if numbers is not None}
@@ -207,7 +203,7 @@ def test_numbers_of_blocks_beyond_int16():
     assert info.active_rows.max() == (1 << 16) - 1
     for array in info[:4]:
         assert array is not None
-        assert array.dtype == _downcast_to_small_type(np.asarray(array, np.int32)).dtype
+        assert array.dtype == splash_attention_mask_info._downcast_to_small_type(np.asarray(array, np.int32)).dtype
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,19 @@ def per_row(total: int, batch: Size, least: int) -> int:
     return max(least, total // (_NOMINAL_BATCH if is_symbolic_dim(batch) else batch))
 
 
+def automatic_axes(operands: Any) -> tuple[str, ...]:
+    """Mesh axes over which XLA may divide the program by itself, as far as tracing shows them; none on one device.
+
+    The mesh in context shows them and, outside of `jax.shard_map`, the meshes that the operands lie on. Shardings
+    given to `jax.jit` alone, without a mesh in context, are not to be seen.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:  # what of such a region is not manual XLA takes for divided, however small the axis
+        return tuple(name for name in context.axis_names if name not in context.manual_axes)
+    meshes = (context, *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(operands)))
+    return tuple(dict.fromkeys(name for mesh in meshes for name, size in mesh.shape.items() if size > 1))
+
+
 def row_major(array: Array) -> Array:
     """The array, in memory with its last axis innermost where the program is a TPU's.
 

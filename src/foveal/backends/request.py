@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,12 @@ class AttentionRequest:
     scale: float
     precision: Precision
     tainted: Array | None = None
+
+    @property
+    def arrays(self) -> Any:
+        """Every array of it, as a pytree."""
+        operands = (self.q, self.kv, self.entries, self.indices, self.sinks, self.tainted)
+        return *operands, self.visibility
 
     @property
     def accumulation_dtype(self) -> jnp.dtype:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from foveal.backends.once import first_only, reverse_only
 from foveal.backends.planned import planned
 from foveal.backends.program import varying
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
@@ -63,7 +64,7 @@ def indexer_loss(
     three arguments alone. DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1), with V4's entries for tokens.
 
     Nothing of S x C elements is built, neither for the value nor for gradients: these are computed block by block in
-    the forward pass and scaled in the backward.
+    the forward pass and scaled in the backward. Differentiable once, in reverse mode.
 
     Args:
         index_q: indexer queries after RoPE, [B, S, I, J].
@@ -84,6 +85,7 @@ def indexer_loss(
 
     Raises:
         ValueError: arguments that do not fit each other, or an unknown denominator.
+        NotImplementedError: differentiated twice, or in forward mode.
     """
     as_choice("denominator", denominator, ("all", "entries"))
     visibility = as_visibility(visibility)
@@ -103,9 +105,12 @@ def indexer_loss(
     if indices is not None:
         indices = visibility.seen_slots(indices)
     plan = Plan.of(student, teacher, indices, scale, denominator, precision)
-    sums: Any = _loss(plan, student, teacher, visibility, indices)
+    sums: Any = _loss(plan, reverse_only(_ONCE, student), teacher, visibility, indices)
     total, count = sums
     return IndexerLoss(total, jax.lax.stop_gradient(count))
+
+
+_ONCE = "indexer_loss is once differentiable, in reverse mode"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -118,12 +123,13 @@ def _loss(
 def _forward_rule(
     plan: Plan, student: Student, teacher: Teacher, visibility: Visibility, indices: Array | None
 ) -> tuple[tuple[Array, Array], Any]:
+    student, teacher = first_only(_ONCE, (student, teacher))
     return _over_blocks(plan, student, teacher, visibility, indices, gradients=True)
 
 
 def _backward_rule(plan: Plan, gradients: Student, cotangents: tuple[Array, Array]) -> Any:
     del plan
-    d_total, _ = cotangents
+    gradients, (d_total, _) = first_only(_ONCE, (gradients, cotangents))
     scaled = jax.tree.map(lambda g: (g.astype(jnp.float32) * d_total).astype(g.dtype), gradients)
     nothing: Any = None  # for all of an argument that has no gradient
     return scaled, nothing, nothing, nothing

@@ -12,10 +12,13 @@ from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import Operands
+from foveal.backends.once import first_only, reverse_only
 from foveal.backends.planned import planned
 from foveal.backends.program import row_major, varying
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.typing import Array
+
+_ONCE = "'chunked' is once differentiable, in reverse mode; use implementation='dense'"
 
 
 class Chunked(Backend):
@@ -41,7 +44,7 @@ class Chunked(Backend):
             row_major(planned(q)), kv, entries, request.sinks, request.visibility, request.indices, request.tainted
         )
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
-        return _attention(Plan.of(request), varying(operands, operands))
+        return _attention(Plan.of(request), reverse_only(_ONCE, varying(operands, operands)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -50,14 +53,14 @@ def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple[Operands, Array, Array]]:
-    out, lse = forward(plan, operands)
+    out, lse = forward(plan, first_only(_ONCE, operands))
     return (out, lse), (operands, out, lse)
 
 
 def _backward_rule(
     plan: Plan, residuals: tuple[Operands, Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Operands]:
-    operands, out, lse = residuals
+    (operands, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
     grads = backward(plan, operands, out, lse, *cotangents)
     narrow = operands.kv.dtype
     nothing: Any = None  # for all of an argument, integers here, that has no gradient

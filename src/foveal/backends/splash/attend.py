@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from foveal.backends.once import first_only, reverse_only
 from foveal.backends.sinks import row_gradients, share_of_keys
 from foveal.backends.splash import kernel
 from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
@@ -44,20 +45,28 @@ def attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
     )(arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+_ONCE = "Splash Attention is once differentiable, in reverse mode; use implementation='dense'"
+
+
 def _attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
+    results: Any = _attention(plan, reverse_only(_ONCE, arrays))
+    return results
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
     some_heads = forward_heads(plan.layout, plan.call.blocks, arrays.q)
     out, lse = _over_rows(plan, arrays, _forward_row, some_heads, jnp.swapaxes(arrays.q, 1, 2))
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
 def _forward_rule(plan: Plan, arrays: Arrays) -> tuple[tuple[Array, Array], Any]:
-    results: Any = _attend(plan, arrays)
+    results: Any = _attention(plan, first_only(_ONCE, arrays))
     return results, (arrays, *results)
 
 
 def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
-    arrays, out, lse = residuals
+    (arrays, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
     by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (arrays.q, out, lse, *cotangents))
     some_heads = backward_heads(plan.layout, arrays.q)
     d_q, d_sinks, d_keys, d_values = _over_rows(plan, arrays, _backward_row, some_heads, *by_head)
@@ -67,7 +76,7 @@ def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) 
     return (Arrays(jnp.swapaxes(d_q, 1, 2), d_kv, d_entries, d_sinks, nothing, nothing, nothing),)
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+_attention.defvjp(_forward_rule, _backward_rule)
 
 
 class _Row(NamedTuple):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from foveal.backends.program import automatic_axes
 from foveal.backends.request import AttentionRequest, Backend
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
@@ -87,6 +88,14 @@ class _SplashBackend(Backend):
         return kernel_cycles(schedules, static_mask(layout, visibility), sizes, q)
 
 
+def _left_to_xla(request: AttentionRequest, cure: str) -> str | None:
+    """Why kernels cannot run that XLA would have to divide over devices."""
+    axes = automatic_axes(request.arrays)
+    if not axes:
+        return None
+    return f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: {cure} can"
+
+
 @dataclasses.dataclass(frozen=True)
 class Splash(_SplashBackend):
     """Tokamax's Splash Attention with a mask known while tracing: sliding and HCA layers.
@@ -95,8 +104,8 @@ class Splash(_SplashBackend):
     ones; packed documents add one integer a row and key.
 
     Attributes:
-        sharding: how q's axes [B, S, H, D] lie on the mesh in context, for `jax.shard_map`; None where the call is not
-            sharded, or inside a `shard_map` already. An axis over S is refused.
+        sharding: how q's axes [B, S, H, D] lie on the mesh in context, for `jax.shard_map`; None on one device, or
+            where every axis of the mesh is manual in a `shard_map` already. An axis over S is refused.
     """
 
     name = "splash"
@@ -105,7 +114,7 @@ class Splash(_SplashBackend):
     sharding: PartitionSpec | None = None
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Selected entries, unaligned documents and a sharded sequence, besides what no Splash kernel can."""
+        """Selected entries, unaligned documents and a mesh it is not told how to use, besides what no kernel can."""
         refusal = super().refusal(request)
         if refusal is not None:
             return refusal
@@ -122,7 +131,7 @@ class Splash(_SplashBackend):
             return f"mesh axis {rows!r} over the sequence: windows and entries would cross devices"
         if dim is not None:
             return f"mesh axis {dim!r} over the head dim: logits would be sums over devices"
-        return None
+        return None if self.sharding is not None else _left_to_xla(request, "Splash(sharding=...) or jax.shard_map")
 
     def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
         """See `Backend`."""
@@ -169,12 +178,14 @@ class SplashDynamic(_SplashBackend):
     quadratic = True
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        """Masks of more than 2^35 elements, besides what no Splash kernel can."""
+        """Masks of more than 2^35 elements and several devices, besides what no Splash kernel can."""
         refusal = super().refusal(request)
+        if refusal is not None:
+            return refusal
         length = request.q.shape[1]
-        if refusal is None and length * (length + request.visibility.slots) > _MASK_LIMIT:
+        if length * (length + request.visibility.slots) > _MASK_LIMIT:
             return f"a mask of {length} x {length + request.visibility.slots} elements; {_MASK_LIMIT} is the limit"
-        return refusal
+        return _left_to_xla(request, "jax.shard_map")
 
     def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
         """See `Backend`."""

@@ -10,7 +10,8 @@ import numpy as np
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.heads import backward_heads
 from foveal.backends.splash.mask import HCAStaticMask
-from foveal.backends.splash.mask_info import MaskInfo, static_mask_info
+from foveal.backends.splash.mask_info import static_mask_info
+from foveal.backends.splash.tokamax_splash import MaskInfo
 from foveal.schedule import KernelSchedule
 
 

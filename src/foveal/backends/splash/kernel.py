@@ -1,8 +1,4 @@
-"""Calls of Tokamax's Splash Attention kernels.
-
-The kernels stand in a private module of Tokamax; both versions that are supported (0.0.12 and 0.0.17) have them at the
-same place with the same arguments.
-"""
+"""Calls of Tokamax's Splash Attention kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from tokamax._src.ops.experimental.tpu.splash_attention import base
-from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
-from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.mask import HCAStaticMask
 from foveal.backends.splash.mask_info import static_mask_info
+from foveal.backends.splash.tokamax_splash import MaskInfo, base
+from foveal.backends.splash.tokamax_splash import splash_attention_kernel as splash
 from foveal.typing import Array
 
 CAN_STACK_HEADS = "num_stacked_q_heads" in inspect.signature(splash.SplashConfig).parameters

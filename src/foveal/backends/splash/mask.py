@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask import Mask
 
 from foveal.backends.splash.layout import KeyLayout
+from foveal.backends.splash.tokamax_splash import Mask
 from foveal.geometry import complete_windows, window_first
 
 

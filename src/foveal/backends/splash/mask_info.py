@@ -10,9 +10,9 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from foveal.backends.splash.mask import HCAStaticMask
+from foveal.backends.splash.tokamax_splash import MaskInfo
 from foveal.geometry import complete_windows, window_first
 
 _PARTIAL, _FULL = 1, 2

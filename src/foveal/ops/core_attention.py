@@ -71,8 +71,9 @@ def core_attention(
     Logits, softmax and sums are float32 whatever the inputs (float64 for float64); for bfloat16 inputs an
     implementation may round the softmax's weights to bfloat16 before they multiply the keys. A query that sees nothing
     gives exact zeros. A sink of -inf is no sink, of +inf gives zeros. NaN or infinity in a key reaches the queries that
-    see it and no other, in a query that query alone; such queries give NaN and pass no gradient on. Reverse-mode
-    differentiable, once, in q, kv, entries and sinks.
+    see it and no other, in a query that query alone; such queries give NaN and pass no gradient on. Of finite arguments
+    no infinity is made but the returned log-sum-exp's, so that `jax_debug_infs` can be on. Reverse-mode differentiable,
+    once, in q, kv, entries and sinks.
 
     Args:
         q: queries, [B, S, H, D].

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from foveal.checks import as_flags, as_int, as_lengths, as_size, require
-from foveal.config import AttentionConfig, LayerType, as_layer_type
+from foveal.checks import as_dtype, as_flags, as_int, as_lengths, as_size, on_host, require
+from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
 from foveal.geometry import WindowLayout, window_halo
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype
@@ -89,7 +88,8 @@ class AttentionCache:
         largest = np.iinfo(np.int32).max
         batch, capacity = as_size("batch", batch, 0, largest), as_int("capacity", capacity, 0, largest)
         max_rollback = as_int("max_rollback", max_rollback, 0, largest)
-        layer_type = as_layer_type("layer_type", layer_type)
+        config, layer_type = as_config(config), as_layer_type("layer_type", layer_type)
+        dtype = as_dtype("dtype", dtype)
         ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
 
         def state(width: int) -> CompressorState:
@@ -182,8 +182,8 @@ class AttentionCache:
         """
         back, concrete = as_lengths("count", count, self.batch, or_one=True)
         require("count", concrete, lambda a: a >= 0, "no negative number")
-        if concrete is not None and not isinstance(self.undoable, Tracer):
-            undoable = np.asarray(self.undoable)
+        undoable = None if concrete is None else on_host(self.undoable)
+        if concrete is not None and undoable is not None:
             able = f"at most what can be taken back, {undoable.tolist()} (max_rollback is {self.max_rollback})"
             require("count", np.broadcast_to(concrete, undoable.shape), lambda a: a <= undoable, able)
         return self._taken_back(back)
@@ -204,8 +204,8 @@ class AttentionCache:
         """
         kept, concrete = as_lengths("lengths", lengths, self.batch, or_one=True)
         require("lengths", concrete, lambda a: a >= 0, "no negative number")
-        if concrete is not None and not isinstance(self.lengths, Tracer):
-            held, undoable = np.asarray(self.lengths), np.asarray(self.undoable)
+        held, undoable = (None if concrete is None else on_host(a) for a in (self.lengths, self.undoable))
+        if concrete is not None and held is not None and undoable is not None:
             wanted, least = np.broadcast_to(concrete, held.shape), held - undoable
             require("lengths", wanted, lambda a: a <= held, f"at most what the rows have, {held.tolist()}")
             able = f"at least what cannot be taken back, {least.tolist()} (max_rollback is {self.max_rollback})"
@@ -222,11 +222,9 @@ class AttentionCache:
         """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer.
 
         Raises:
-            ValueError: `count` above the sliding window: no more are kept for certain.
+            ValueError: `count` not an int from 0 to the sliding window: no more are kept for certain.
         """
-        kept = self.window.shape[1] - self.max_rollback
-        if count > kept:
-            raise ValueError(f"count: expected at most the sliding window, {kept}, got {count}")
+        count = as_int("count", count, 0, self.window.shape[1] - self.max_rollback)
         return _recent(self.window, self.lengths, count)
 
     def extended(

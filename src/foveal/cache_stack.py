@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.cache import AttentionCache
-from foveal.config import AttentionConfig
+from foveal.config import AttentionConfig, as_config
 from foveal.typing import Array, Bool, DTypeLike, Int, Int32, Size
 
 
@@ -42,7 +42,7 @@ class CacheStack:
             ValueError: as `AttentionCache.init`.
         """
         sizes: Any = {"batch": batch, "capacity": capacity, "max_rollback": max_rollback, "dtype": dtype}
-        return cls(tuple(AttentionCache.init(config, kind, **sizes) for kind in config.layer_types))
+        return cls(tuple(AttentionCache.init(config, kind, **sizes) for kind in as_config(config).layer_types))
 
     def __getitem__(self, layer: int) -> AttentionCache:
         return self.layers[layer]

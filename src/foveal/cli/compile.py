@@ -82,7 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--target", choices=tuple(TARGETS), default="v5p", help="the TPU (default: %(default)s)")
     add("--what", choices=("core", "layer"), default="core", help="core attention or a whole layer (default: core)")
-    add("--layer", choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
+    add("--layer", type=str.lower, choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
     add_model(parser)
     lengths = _list_of(tokens_between(1, 1 << 24))
     add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens in a row (default: 4096)")

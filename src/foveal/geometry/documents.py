@@ -250,8 +250,12 @@ class Documents:
         return self.document_start > self._rows
 
     def is_aligned(self, multiple: int) -> bool:
-        """Statically known: every document starts at a multiple of `multiple`."""
-        return self.alignment % multiple == 0
+        """Statically known: every document starts at a multiple of `multiple`.
+
+        Raises:
+            ValueError: `multiple` is not an int >= 1.
+        """
+        return self.alignment % as_int("multiple", multiple, 1) == 0
 
     @property
     def _rows(self) -> Int32[Array, "B S"]:

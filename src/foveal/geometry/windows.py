@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from foveal.checks import as_int, described, require_static_length
+from foveal.checks import as_array, as_int, as_lengths, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Bool, Int32, Shaped
+from foveal.typing import Array, Bool, Int, Int32, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +83,13 @@ class WindowLayout:
     @classmethod
     @any_mesh(like="lengths", dims=1)
     def continuing(
-        cls, lengths: Int32[Array, " B"], counts: Int32[Array, " B"], size: int, ratio: int, *, history: int
+        cls,
+        lengths: Int[Array, " B"] | np.ndarray | Sequence[int],
+        counts: Int[Array, " B"] | np.ndarray | Sequence[int],
+        size: int,
+        ratio: int,
+        *,
+        history: int,
     ) -> WindowLayout:
         """The windows that the next `size` rows of one document a row complete: the open one and what follows.
 
@@ -90,16 +98,18 @@ class WindowLayout:
         among all the document's its entry belongs.
 
         Args:
-            lengths: int32 [B], tokens that came before. May be traced.
-            counts: int32 [B], tokens in the new rows, at most `size`. May be traced.
+            lengths: integers [B], tokens that came before. May be traced.
+            counts: integers [B], tokens in the new rows, at most `size`. May be traced.
             size: new rows, static.
             ratio: m.
             history: rows before the new ones, static: at least `window_halo`.
 
         Raises:
-            ValueError: `ratio` below 1.
+            ValueError: `ratio` below 1, `size` or `history` below 0; lengths or counts that are not integers [B].
         """
-        ratio = as_int("ratio", ratio, 1)
+        ratio, size, history = as_int("ratio", ratio, 1), as_int("size", size, 0), as_int("history", history, 0)
+        lengths, _ = as_lengths("lengths", lengths, None, fetch=False)
+        counts, _ = as_lengths("counts", counts, lengths.shape[0], fetch=False)
         window = (lengths // ratio)[:, None] + jnp.arange(-(-size // ratio), dtype=jnp.int32)[None]
         position = window * ratio
         valid = position + ratio <= (lengths + counts)[:, None]
@@ -117,8 +127,11 @@ class WindowLayout:
         """Of a `continuing` layout: the slot, of all the document's `capacity`, into which each window's entry goes.
 
         Past the end, and no two alike, where not `valid`.
+
+        Raises:
+            ValueError: `capacity` is not an int >= 0.
         """
-        nowhere = capacity + jnp.arange(self.slots, dtype=jnp.int32)[None]
+        nowhere = as_int("capacity", capacity, 0) + jnp.arange(self.slots, dtype=jnp.int32)[None]
         return jnp.where(self.valid, self.positions // self.ratio, nowhere)
 
     @property
@@ -133,7 +146,12 @@ class WindowLayout:
 
     @any_mesh(like="rows", dims=1)
     def at_start(self, rows: Shaped[Array, "B S F"]) -> Shaped[Array, "B C F"]:
-        """The row that each slot's window starts at, [B, S, F] -> [B, C, F]; any row where a slot has no window."""
+        """The row that each slot's window starts at, [B, S, F] -> [B, C, F]; any row where a slot has no window.
+
+        Raises:
+            ValueError: `rows` is not an array of as many rows as the layout has.
+        """
+        rows = self._as_rows(rows)
         if self.contiguous:
             return rows[:, : self.slots * self.ratio : self.ratio]
         index = jnp.clip(self.start, 0, max(rows.shape[1] - 1, 0))
@@ -148,7 +166,11 @@ class WindowLayout:
             shift: 0 for each slot's own window, -1 for the window before it.
 
         Slots without such a window get arbitrary rows of the input: mask them by `valid` or `has_previous`.
+
+        Raises:
+            ValueError: `rows` is not an array of as many rows as the layout has.
         """
+        rows = self._as_rows(rows)
         batch, length, width = rows.shape
         if self.contiguous:
             windows = rows[:, : self.slots * self.ratio].reshape(batch, self.slots, self.ratio, width)
@@ -158,6 +180,9 @@ class WindowLayout:
         index = jnp.clip(index, 0, length - 1).reshape(batch, self.slots * self.ratio, 1)
         taken = jnp.take_along_axis(rows, index, axis=1)
         return taken.reshape(batch, self.slots, self.ratio, width)
+
+    def _as_rows(self, rows: Array) -> Array:
+        return as_array("rows", rows, "B S F", (self.start.shape[0], self.rows), kind="values")
 
 
 def as_layout(value: object) -> WindowLayout:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.request import Backend
 from foveal.cache import AttentionCache
-from foveal.checks import as_array, as_choice, described, require_static_length
+from foveal.checks import as_array, as_bool, as_choice, described, require_static_length
 from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
 from foveal.geometry import Documents, Visibility, WindowLayout, as_documents
 from foveal.meshes import any_mesh
@@ -183,6 +183,7 @@ class CompressedAttention(nnx.Module):
             NotImplementedError: the implementation cannot do this.
         """
         as_choice("select", select, ("top_k", "all"))
+        as_bool("return_indexer_loss", return_indexer_loss)
         made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
         out, lse = self._attend(made, implementation)
         result = self.output(out, made.table)

@@ -11,7 +11,7 @@ from foveal.backends import registry
 from foveal.backends.planned import planned
 from foveal.backends.registry import Explanation
 from foveal.backends.request import AttentionRequest, Backend
-from foveal.checks import as_array, as_indices, as_precision, as_scale, same_dtype
+from foveal.checks import as_array, as_bool, as_indices, as_precision, as_scale, same_dtype
 from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Float, Int, Precision
@@ -98,6 +98,7 @@ def core_attention(
         ValueError: arguments that do not fit each other, or an unknown implementation.
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
+    as_bool("return_lse", return_lse)
     out, lse = attend(
         q,
         kv,

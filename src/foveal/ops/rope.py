@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from foveal.backends.once import reverse_only
 from foveal.checks import as_array, as_bool, as_int, as_integers, described
 from foveal.config import RopeConfig, YarnConfig
 from foveal.meshes import any_mesh
@@ -98,7 +99,10 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
     x, rope_dim = as_array("x", x, "B T *", table.cos.shape[:2]), 2 * table.cos.shape[-1]
     if x.ndim < 3 or x.shape[-1] < rope_dim:
         raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim}, as the table, got shape {x.shape}")
-    return _rotated(inverse, x, table)
+    return _rotated(inverse, reverse_only(_REVERSE, x), table)
+
+
+_REVERSE = "apply_rope has derivatives in reverse mode, of any order: jax.grad of jax.grad, not jax.jvp or jax.hessian"
 
 
 def _as_table(table: object) -> RopeTable:

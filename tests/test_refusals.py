@@ -10,7 +10,17 @@ import pytest
 from flax import nnx
 
 import foveal
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, RopeConfig, Visibility, WindowLayout
+from foveal import (
+    AttentionCache,
+    AttentionConfig,
+    CacheStack,
+    CompressedAttention,
+    Documents,
+    LayerType,
+    RopeConfig,
+    Visibility,
+    WindowLayout,
+)
 from foveal.nn.parameters import Numerics
 
 B, S, H, D, E, W, M, K = 2, 8, 2, 4, 64, 4, 2, 2
@@ -74,6 +84,17 @@ CALLS = {
     "Numerics": (Numerics, {"dtype": jnp.float32, "param_dtype": jnp.float32, "precision": None, "init_std": 0.02}),
     "compress_ratio": (CONFIG.compress_ratio, {"layer_type": "csa"}),
     "layer_type": (CONFIG.layer_type, {"layer_index": 0}),
+    "AttentionCache": (AttentionCache.init, {"config": CONFIG, "layer_type": "csa", "batch": B, "capacity": S}),
+    "CacheStack": (CacheStack.init, {"config": CONFIG, "batch": B, "capacity": S}),
+    "recent_keys": (AttentionCache.init(CONFIG, "hca", batch=B, capacity=S).recent_keys, {"count": 1}),
+    "WindowLayout.continuing": (
+        WindowLayout.continuing,
+        {"lengths": [1, 2], "counts": [1, 0], "size": 1, "ratio": M, "history": 1},
+    ),
+    "at_start": (LAYOUT.at_start, {"rows": floats(B, S, D)}),
+    "gather": (LAYOUT.gather, {"rows": floats(B, S, D)}),
+    "entry_slots": (LAYOUT.entry_slots, {"capacity": C}),
+    "is_aligned": (DOCUMENTS.is_aligned, {"multiple": M}),
 }
 
 NO_FLOATS = [np.zeros(3, np.int32), [1.0], None, 1.0, "x", floats()]
@@ -139,8 +160,19 @@ REFUSED = {
     "Numerics": {"dtype": NO_DTYPE, "param_dtype": NO_DTYPE, "precision": NO_PRECISION, "init_std": [-1.0, True]},
     "compress_ratio": {"layer_type": ["full", 3, None]},
     "layer_type": {"layer_index": [*NO_INT, 3]},
+    "AttentionCache": {"config": NO_CONFIG, "layer_type": ["full", 3], "dtype": NO_DTYPE}
+    | {"batch": NO_INT, "capacity": NO_INT, "max_rollback": NO_INT},
+    "CacheStack": {"config": NO_CONFIG, "dtype": NO_DTYPE},
+    "recent_keys": {"count": [*NO_INT, CONFIG.sliding_window + 1]},
+    "WindowLayout.continuing": {"lengths": NO_INTEGERS, "counts": [*NO_INTEGERS, [1]], "ratio": NO_SIZE}
+    | {"size": NO_INT, "history": NO_INT},
+    "at_start": {"rows": [None, [1.0], floats(B, S), floats(B, S - 1, D)]},
+    "gather": {"rows": [None, [1.0], floats(B, S), floats(B, S - 1, D)]},
+    "entry_slots": {"capacity": NO_INT},
+    "is_aligned": {"multiple": NO_SIZE},
 }
-REFUSED["explain"] = REFUSED["core_attention"]
+REFUSED["core_attention"]["return_lse"] = ["no", 1, None]
+REFUSED["explain"] = {name: values for name, values in REFUSED["core_attention"].items() if name != "return_lse"}
 CASES = [(call, name) for call, names in REFUSED.items() for name in names]
 
 

@@ -230,6 +230,24 @@ def test_bfloat16_turns_in_float32_and_is_rounded_once():
     assert (half := np.asarray(apply_rope(x, narrow) != apply_rope(x, table))).mean() > 0.05, half.mean()
 
 
+def test_second_derivatives_are_reverse_mode_twice_and_forward_mode_says_so():
+    table = rope_table(jnp.arange(3, dtype=jnp.int32)[None], MAIN, 4)
+    x = jnp.arange(12.0).reshape(1, 3, 4)
+
+    def quartic(scale):
+        return jnp.sum(apply_rope(x * scale, table) ** 4)
+
+    first, second = jax.grad(quartic)(1.0), jax.grad(jax.grad(quartic))(1.0)
+    np.testing.assert_allclose(second, 3.0 * first, rtol=1e-5)  # of degree four in the scale
+
+    def tangent(scale):
+        return jax.jvp(quartic, (scale,), (scale,))
+
+    for forward in (tangent, jax.jit(tangent), jax.hessian(quartic)):
+        with pytest.raises(NotImplementedError, match=r"^apply_rope has derivatives in reverse mode"):
+            forward(1.0)
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
 
 

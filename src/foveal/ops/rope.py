@@ -133,12 +133,12 @@ def _rotated(inverse: bool, x: Array, table: RopeTable) -> Array:
 
 
 def _rotated_forward(inverse: bool, x: Array, table: RopeTable) -> tuple[Array, RopeTable]:
-    return _rotated(inverse, x, table), table
+    return _rotated(inverse, reverse_only(_REVERSE, x), table), table
 
 
 def _rotated_backward(inverse: bool, table: RopeTable, d_out: Array) -> tuple[Array, RopeTable]:
     """A rotation's transpose is its inverse: JAX's own transpose of the shifts is float32 arrays of x's size."""
-    return _rotated(not inverse, d_out, table), RopeTable(*(jnp.zeros_like(t) for t in table))
+    return _rotated(not inverse, reverse_only(_REVERSE, d_out), table), RopeTable(*(jnp.zeros_like(t) for t in table))
 
 
 _rotated.defvjp(_rotated_forward, _rotated_backward)

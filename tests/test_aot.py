@@ -65,7 +65,7 @@ def test_targets_that_there_are_not():
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"install foveal\[tpu-aot\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[tpu-aot\]'"):
         aot.device_mesh("v5e")
 
 

@@ -134,7 +134,7 @@ def as_precision(precision: Precision) -> Precision:
     raise ValueError(f"precision: expected None, {names}, got {described(precision)}")
 
 
-def as_array(name: str, value: object, axes: str, sizes: tuple[int | None, ...] = (), *, kind: str = "floats") -> Any:
+def as_array(name: str, value: object, axes: str, sizes: tuple[Size | None, ...] = (), *, kind: str = "floats") -> Any:
     """An array, a tracer or a `jax.ShapeDtypeStruct` of the wanted shape and dtype; NumPy's become JAX's.
 
     Args:
@@ -157,7 +157,7 @@ def as_array(name: str, value: object, axes: str, sizes: tuple[int | None, ...] 
     raise ValueError(f"{name}: expected {_wanted(axes.split(), sizes, kind)}, got {got}")
 
 
-def as_indices(name: str, value: object, rows: tuple[int, int]) -> Any:
+def as_indices(name: str, value: object, rows: tuple[Size, Size]) -> Any:
     """Integers [B, S, K]: slots for each of the (B, S) queries."""
     return as_array(name, value, "B S K", rows, kind="integers")
 
@@ -203,7 +203,7 @@ def as_integers(
 
 
 def as_lengths(
-    name: str, values: Any, batch: int | None, *, or_one: bool = False, fetch: bool = True
+    name: str, values: Any, batch: Size | None, *, or_one: bool = False, fetch: bool = True
 ) -> tuple[Int32[Array, " B"], np.ndarray | None]:
     """Integers [B], of an array or a sequence, as `as_integers` gives them.
 
@@ -222,7 +222,7 @@ def as_lengths(
     return counts, concrete
 
 
-def as_flags(name: str, values: object, batch: int) -> Bool[Array, " B"]:
+def as_flags(name: str, values: object, batch: Size) -> Bool[Array, " B"]:
     """Bools [B], of an array or a sequence."""
     import jax.numpy as jnp
 
@@ -282,7 +282,7 @@ def _few(name: str, given: Any, kind: str, *, fetch: bool = True) -> tuple[Any, 
     return values, on_host(values) if fetch or isinstance(values, np.ndarray) else None
 
 
-def _wanted(axes: list[str], sizes: tuple[int | None, ...], kind: str) -> str:
+def _wanted(axes: list[str], sizes: tuple[Size | None, ...], kind: str) -> str:
     """As "floats [B, S, E] = (2, S, 64)", with a letter where any size will do."""
     names = ["..." if axis == "*" else axis for axis in axes]
     known = [name if size is None else size for name, size in zip(names, sizes, strict=False)]

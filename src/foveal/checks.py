@@ -27,7 +27,7 @@ _PLAIN = (type(None), bool, numbers.Number, str, bytes, list, tuple, dict, set, 
 
 
 def described(value: object) -> str:
-    """What an error message says that it got: an array's dtype and shape, a plain value cut short, or a type."""
+    """The value as an error message shows it: an array's dtype and shape, a plain value cut short, or a type."""
     if isinstance(value, np.generic):
         return repr(value.item())
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -115,7 +115,7 @@ def as_dtype(name: str, dtype: DTypeLike) -> Any:
 
 
 def as_precision(precision: Precision) -> Precision:
-    """What `jax.lax.dot_general` takes as `precision`, unchanged."""
+    """A precision that `jax.lax.dot_general` accepts, unchanged."""
     import jax
 
     def known(value: Any) -> bool:

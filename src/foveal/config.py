@@ -15,7 +15,7 @@ from foveal.checks import as_float, as_int, described
 
 
 class LayerType(enum.StrEnum):
-    """What a layer attends to beyond its sliding window. The values are the names transformers uses.
+    """The kinds of layers, by what they attend to beyond the sliding window, with transformers' names as values.
 
     Wherever a layer type is taken, "sliding", "csa" and "hca" stand for them; upper and lower case are the same.
     """

@@ -30,7 +30,7 @@ PYTREES: tuple[type, ...] = (
     Visibility,
     WindowLayout,
 )
-"""What functions of foveal take and return, besides arrays."""
+"""Pytrees that functions of foveal take and return."""
 
 
 def name_of(cls: type) -> str:

@@ -1,4 +1,4 @@
-"""What the base installation lacks, and how to get it: the extras of `pyproject.toml`."""
+"""Messages about packages that the base installation lacks: the extras of `pyproject.toml`."""
 
 from __future__ import annotations
 

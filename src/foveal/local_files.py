@@ -18,7 +18,7 @@ _FILE_ENDINGS = (".json", ".safetensors", ".bin")
 
 
 def not_here(path: str | os.PathLike[str]) -> str:
-    """What to say of a path where nothing is: it may be the name of a model on the hub."""
+    """The message for a path that does not exist: it may be the name of a model on the hub."""
     name = os.fspath(path)
     is_model = _MODEL.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not Path(name).parent.exists()
     command = DOWNLOAD.format(name if is_model else ANY_MODEL)

@@ -30,7 +30,7 @@ def family(name: str) -> str:
 
 
 _NOMINAL_BATCH = 8
-"""What a batch that is a symbolic dimension is planned for as."""
+"""Rows for which a program is planned whose batch is a symbolic dimension."""
 
 
 def per_row(total: int, batch: Size, least: int) -> int:

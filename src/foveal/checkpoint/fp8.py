@@ -109,5 +109,5 @@ def unheld(weight: np.ndarray, scale: np.ndarray, dtype: DTypeLike) -> tuple[Pla
 
 
 def _wide(dtype: DTypeLike) -> np.dtype:
-    """What products are taken in before they are rounded to a dtype."""
+    """The dtype of products that are then rounded to `dtype`: float32, or a wider one."""
     return np.promote_types(np.dtype(dtype), np.float32)

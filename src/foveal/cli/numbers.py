@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 TOKENS = "numbers of tokens may be written as 4k (4096), 1M (1048576) or 1e6"
-"""What a command's help says of `tokens_between`."""
+"""Help text on how numbers of tokens may be written."""
 
 _TOKENS = re.compile(r"(?P<number>\d+(\.\d*)?(e\+?\d{1,2})?)(?P<unit>[km]?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}

@@ -36,7 +36,7 @@ class Teacher(NamedTuple):
 
     @classmethod
     def of(cls, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility) -> Teacher:
-        """Of an op's arguments, once checked; no gradient passes to them."""
+        """Checks an op's arguments and makes a teacher of them, to which no gradient passes."""
         q = as_array("q", q, "B S H D", visibility.documents.shape)
         batch, _, heads, dim = q.shape
         entries = as_array("entries", entries, "B C D", (batch, visibility.slots, dim))

@@ -137,7 +137,7 @@ def _window(
 
 
 Both = tuple[_Sums, Array]
-"""What a tile has summed so far, and the gradient of all entries, [B, C, D]."""
+"""A tile's sums so far, and the gradient of all entries, [B, C, D]."""
 
 
 def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, both: Both) -> Both:
@@ -194,7 +194,7 @@ def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Ar
 
 
 def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bool) -> tuple[_Sums, Array]:
-    """What some columns add to a tile's sums, with or without `_Sums.inner`, and the gradient of their keys."""
+    """The addends of some columns to a tile's sums, with or without `_Sums.inner`, and the gradient of their keys."""
     mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
     weights = _weights(plan, rows, mask, dot_keys(plan, rows.q, columns.keys))
     d_weights = dot_keys(plan, rows.d_out, columns.keys)

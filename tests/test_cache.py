@@ -154,7 +154,7 @@ def test_a_stack_comes_back_from_orbax_as_it_was(tmp_path):
         ({"capacity": 1.5}, r"^capacity: expected an int >= 0 and <= 2147483647, got 1.5"),
         ({"capacity": 2**31}, r"^capacity: expected an int >= 0 and <= 2147483647, got 2147483648"),
         ({"max_rollback": True}, r"^max_rollback: expected an int >= 0 .*, got True"),
-        ({"layer_type": "hca"}, r"^layer_type: expected one of .*, got 'hca'"),
+        ({"layer_type": "hac"}, r"^layer_type: expected one of .*, got 'hac'"),
     ],
 )
 def test_sizes_that_cannot_be(sizes, message, monkeypatch):

@@ -68,8 +68,8 @@ def test_a_published_config_in_the_place_of_a_preset(tiny_config, capsys):
     ("arguments", "complaint"),
     [
         (["--length", "-1"], "--length: expected a whole number"),
-        (["--config", "{folder}/none.json"], "--config: cannot read '{folder}/none.json': No such file"),
-        (["--config", "{folder}/list.json"], "--config: {folder}/list.json: expected a JSON object"),
+        (["--config", "{folder}/none.json"], "--config: {folder}/none.json: there is no such file or directory"),
+        (["--config", "{folder}/list.json"], "--config: {folder}/list.json: expected a JSON file, got a JSON list at the top level"),
         (["--config", "{folder}/other.json"], "--config: {folder}/other.json: model_type: expected 'deepseek_v4'"),
         (["--config", "{folder}/list.json", "--preset", "flash"], "not allowed with argument"),
     ],

@@ -184,7 +184,7 @@ def test_a_compiler_that_dies_or_hangs_is_a_verdict(monkeypatch):
         (["--blocks", "128,128", "--implementation", "splash"], "--blocks: expected 5 numbers"),
         (
             ["--blocks", "128,128,256,100,1", "--implementation", "splash"],
-            "--blocks: kv_backward: expected a positive multiple of 128",
+            "--blocks: kv_backward: expected an int >= 128, got 100",
         ),
         (["--blocks", "128,128,256,256,1"], "--blocks: expected --implementation splash or splash_dynamic, got none"),
         (

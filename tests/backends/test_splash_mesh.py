@@ -104,8 +104,7 @@ def test_the_mesh_of_the_operands_is_enough(ratio, spec, monkeypatch, auto):
 @every_layer
 def test_with_explicit_axes_another_is_chosen(ratio, spec):
     mesh, traced = mesh_of(AxisType.Explicit), Traced()
-    within = jax.sharding.auto_axes(traced, out_sharding=NamedSharding(mesh, spec))
-    assert kernels(jax.jit(within).lower(*structs(ratio, mesh, spec))) == 0
+    assert kernels(jax.jit(traced).lower(*structs(ratio, mesh, spec))) == 0
     traced.assert_left_to_chunked()
 
 
@@ -144,10 +143,8 @@ def test_a_layer_with_its_rows_over_a_mesh_compiles(layer_type, auto):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_one_device_it_is_still_the_first_choice(kind):
     mesh, traced = mesh_of(kind, 1, 1), Traced()
-    within = jax.sharding.auto_axes(traced, out_sharding=NamedSharding(mesh, P("data")))
-    run = traced if kind is AxisType.Auto else within
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert kernels(jax.jit(run).lower(*structs(128, mesh, P("data")))) == 1
+        assert kernels(jax.jit(traced).lower(*structs(128, mesh, P("data")))) == 1
     assert [told.chosen for told in traced.told] == ["splash"]
 
 

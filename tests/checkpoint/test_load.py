@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from foveal import CheckpointError, CompressedAttention, Dialect, LayerType, load_attention
@@ -35,6 +35,11 @@ STORED: dict[str, dict[str, Any]] = {
     "float32": {"weights": "float32"},
 }
 FORWARD = nnx.jit(CompressedAttention.__call__)
+AXES = (
+    ("embed", "data"),
+    *((name, "tensor") for name in ("heads", "o_groups", "index_heads")),
+    *((name, None) for name in ("q_lora", "kv", "window", "norm", "group_heads", "o_lora")),
+)
 
 
 def rename(path, target, change):
@@ -232,12 +237,14 @@ def test_memory_is_the_result_and_one_layer(ragged, tmp_path):
     assert peak < result + 2 * stored / 8 + 500_000
 
 
+every_kind_of_axes = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda a: a.name)
+
+
+@every_kind_of_axes
 @pytest.mark.parametrize("layer", range(3))
-def test_a_mesh_places_every_parameter_by_its_axes(layer, written):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    axes = {"embed": "data", "q_lora": None, "kv": None, "window": None, "norm": None, "group_heads": None}
-    axes |= {"o_lora": None, "heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
-    with logical_axis_rules(tuple(axes.items())):
+def test_a_mesh_places_every_parameter_by_its_axes(layer, axis_type, written):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    with logical_axis_rules(AXES):
         placed = load_attention(written(), layers=[layer], sharding=mesh)[layer]
         specs = dict(nnx.to_flat_state(nnx.get_partition_spec(nnx.state(placed, nnx.Param))))
     for path, spec in specs.items():
@@ -248,8 +255,22 @@ def test_a_mesh_places_every_parameter_by_its_axes(layer, written):
     assert_same({layer: placed}, load_attention(written(), layers=[layer]))
 
 
-def test_a_sharding_places_all(written):
-    mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+@every_kind_of_axes
+def test_a_layer_placed_on_a_mesh_runs_there(axis_type, written):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    x = random_hidden(0, 2, 40, 160)
+    (want,) = (FORWARD(layer, x) for layer in load_attention(written(), layers=[1]).values())
+    with logical_axis_rules(AXES):
+        placed = load_attention(written(), layers=[1], sharding=mesh)[1]
+    with jax.set_mesh(mesh):
+        got = FORWARD(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+
+
+@every_kind_of_axes
+def test_a_sharding_places_all(axis_type, written):
+    mesh = jax.make_mesh((8,), ("all",), axis_types=(axis_type,))
     everywhere = NamedSharding(mesh, P())
     placed = load_attention(written(), layers=[0], sharding=everywhere)
     assert all(value.sharding == everywhere for value in get_params(placed[0]).values())
@@ -285,8 +306,9 @@ def test_a_file_that_shrinks_while_it_is_read(written, tmp_path, ragged):
         [load_layer(found, layer) for layer in found.layers]
 
 
-def test_a_mesh_without_a_rule_for_an_axis_and_one_that_does_not_divide(written):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+@every_kind_of_axes
+def test_a_mesh_without_a_rule_for_an_axis_and_one_that_does_not_divide(axis_type, written):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with (
         logical_axis_rules((("embed", "x"),)),
         pytest.raises(
@@ -294,6 +316,6 @@ def test_a_mesh_without_a_rule_for_an_axis_and_one_that_does_not_divide(written)
         ),
     ):
         load_attention(written(), layers=[0], sharding=mesh)
-    uneven = NamedSharding(jax.make_mesh((7,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), P("x"))
+    uneven = NamedSharding(jax.make_mesh((7,), ("x",), axis_types=(axis_type,)), P("x"))
     with pytest.raises(ValueError, match=r"sharding: q_a_proj\.kernel, \[160, 136\]: "):
         load_attention(written(), layers=[0], sharding=uneven)

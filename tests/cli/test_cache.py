@@ -69,7 +69,10 @@ def test_a_published_config_in_the_place_of_a_preset(tiny_config, capsys):
     [
         (["--length", "-1"], "--length: expected a whole number"),
         (["--config", "{folder}/none.json"], "--config: {folder}/none.json: there is no such file or directory"),
-        (["--config", "{folder}/list.json"], "--config: {folder}/list.json: expected a JSON file, got a JSON list at the top level"),
+        (
+            ["--config", "{folder}/list.json"],
+            "--config: {folder}/list.json: expected a JSON file, got a JSON list at the top level",
+        ),
         (["--config", "{folder}/other.json"], "--config: {folder}/other.json: model_type: expected 'deepseek_v4'"),
         (["--config", "{folder}/list.json", "--preset", "flash"], "not allowed with argument"),
     ],

@@ -7,7 +7,8 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 
 SLIDING, CSA, HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
 

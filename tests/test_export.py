@@ -18,6 +18,7 @@ from foveal import (
     CacheStack,
     CompressedAttention,
     Documents,
+    EntryRange,
     IndexerLoss,
     IndexerRecall,
     LayerType,
@@ -30,8 +31,8 @@ from foveal import (
     select_entries,
 )
 from foveal.aot import tracing_for
-from foveal.backends.planned import planned
-from foveal.backends.program import per_row, platform
+from foveal.program import planned
+from foveal.program import per_row, platform
 from foveal.testing.numerics import assert_close
 from tests.nn.serving import CAPACITY, CONFIG, LENGTH, served, text
 
@@ -72,7 +73,7 @@ def test_every_pytree_comes_back():
         "stack": CacheStack.init(CONFIG, batch=2, capacity=9),
         "documents": documents,
         "visibility": Visibility(documents, 3, 4),
-        "continuing": Visibility(documents, 3, 4, history=2, capacity=7),
+        "continuing": Visibility(documents, 3, entries=EntryRange.of_rows(4, 7), history=2),
         "layout": WindowLayout.of(documents, 4),
         "rows": left_aligned(np.ones((2, 4, 3), np.float32), np.array([1, 4])),
         "table": rope_table(documents.positions, CONFIG.rope, 8),

@@ -9,7 +9,8 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType, RopeConfig, YarnConfig
 from tests.published import (
     FLASH_HF,
     FLASH_OFFICIAL,

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from foveal.config import AttentionConfig, RopeConfig, YarnConfig
+from foveal.config import AttentionConfig
+from foveal.layers import RopeConfig, YarnConfig
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek_v4_flash", "deepseek_v4_pro"])

@@ -5,9 +5,10 @@ from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cache import AttentionCache
 from foveal.cache_stack import CacheStack
 from foveal.checkpoint import CheckpointError, Dialect, from_maxtext, load_attention, save_attention, to_maxtext
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
+from foveal.config import AttentionConfig
 from foveal.geometry import (
     Documents,
+    EntryRange,
     PackedDocuments,
     PaddedRows,
     Visibility,
@@ -16,6 +17,7 @@ from foveal.geometry import (
     pack_documents,
     unpack,
 )
+from foveal.layers import LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 from foveal.nn import CompressedAttention, Compressor, GroupedLinear, LightningIndexer
 from foveal.ops import (
     IndexerLoss,
@@ -44,6 +46,7 @@ __all__ = [
     "Compressor",
     "Dialect",
     "Documents",
+    "EntryRange",
     "GroupedLinear",
     "IndexerLoss",
     "IndexerRecall",

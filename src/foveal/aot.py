@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from foveal.backends.program import family
+from foveal.program import family
 from foveal.extras import missing
 
 _ENVIRONMENT = {

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.checks import as_dtype, as_flags, as_int, as_lengths, as_size, on_host, require
-from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
+from foveal.config import AttentionConfig, as_config
 from foveal.geometry import WindowLayout, window_halo
+from foveal.layers import LayerSpec, LayerType, as_layer_type
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype
+from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype, narrowed
 
 
 class CompressorState(NamedTuple):
@@ -89,24 +90,26 @@ class AttentionCache:
         batch, capacity = as_size("batch", batch, 0, largest), as_int("capacity", capacity, 0, largest)
         max_rollback = as_int("max_rollback", max_rollback, 0, largest)
         config, layer_type = as_config(config), as_layer_type("layer_type", layer_type)
-        dtype = as_dtype("dtype", dtype)
-        ratio, overlap = config.compress_ratio(layer_type), layer_type is LayerType.CSA
+        return cls._empty(config, config.layer(layer_type), batch, capacity, max_rollback, as_dtype("dtype", dtype))
 
+    @classmethod
+    def _empty(
+        cls, config: AttentionConfig, layer: LayerSpec, batch: Size, capacity: int, max_rollback: int, dtype: DTypeLike
+    ) -> AttentionCache:
         def state(width: int) -> CompressorState:
-            rows = window_halo(ratio, overlap=overlap) + 1 + max_rollback
+            rows = window_halo(layer.compress_ratio, overlap=layer.overlap) + 1 + max_rollback
             # Two arrays, not one twice: each must be its own to be donated.
-            kv, gate = (
-                jnp.zeros((batch, rows, 2 * width if overlap else width), accumulation_dtype(dtype)) for _ in range(2)
-            )
-            slots = max(capacity // ratio, 1)  # Orbax saves no empty array: one that no window will ever fill
+            projected = (batch, rows, layer.projected(width))
+            kv, gate = (jnp.zeros(projected, accumulation_dtype(dtype)) for _ in range(2))
+            slots = max(capacity // layer.compress_ratio, 1)  # Orbax saves no empty array: one that nothing ever fills
             return CompressorState(jnp.zeros((batch, slots, width), dtype), kv, gate)
 
         return cls(
             lengths=jnp.zeros((batch,), jnp.int32),
             undoable=jnp.zeros((batch,), jnp.int32),
             window=jnp.zeros((batch, config.sliding_window + max_rollback, config.head_dim), dtype),
-            compressor=None if layer_type is LayerType.SLIDING else state(config.head_dim),
-            indexer=state(config.index_head_dim) if layer_type is LayerType.CSA else None,
+            compressor=state(config.head_dim) if layer.has_entries else None,
+            indexer=state(config.index_head_dim) if layer.has_indexer else None,
             capacity=capacity,
             max_rollback=max_rollback,
         )
@@ -224,7 +227,10 @@ class AttentionCache:
         Raises:
             ValueError: `count` not an int from 0 to the sliding window: no more are kept for certain.
         """
-        count = as_int("count", count, 0, self.window.shape[1] - self.max_rollback)
+        return self.last_keys(as_int("count", count, 0, self.window.shape[1] - self.max_rollback))
+
+    def last_keys(self, count: int) -> Array:
+        """`recent_keys`, for a count that was checked."""
         return _recent(self.window, self.lengths, count)
 
     def extended(
@@ -252,38 +258,63 @@ class AttentionCache:
         )
 
 
-class Completing(NamedTuple):
-    """Projected tokens, those before the new ones first, and the windows that the new ones complete.
+def check_cache(cache: object, config: AttentionConfig, layer: LayerSpec, batch: Size, dtype: DTypeLike) -> None:
+    """Raises ValueError unless a cache is one of such a layer, for so many rows."""
+    if not isinstance(cache, AttentionCache):
+        raise ValueError(f"cache: expected an AttentionCache, got {type(cache).__name__}")
+    sizes = (batch, cache.capacity, cache.max_rollback, dtype)
+    expected = jax.eval_shape(lambda: AttentionCache._empty(config, layer, *sizes))
+    kind = layer.layer_type.value
+    for part in ("compressor", "indexer"):
+        if (getattr(cache, part) is None) != (getattr(expected, part) is None):
+            has = "none" if getattr(cache, part) is None else "one"
+            raise ValueError(
+                f"cache: expected one that this {kind} layer's init_cache makes, got one of another layer type: it has "
+                f"{has} of a {part}'s states"
+            )
+    leaves = jax.tree_util.tree_leaves_with_path
+    wanted, got = (
+        [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in leaves(tree)]
+        for tree in (expected, cache)
+    )
+    if wanted != got:
+        differing = next(pair for pair in zip(wanted, got, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"cache: expected one that this {kind} layer's init_cache makes for {batch} rows, {differing[0]}, "
+            f"got {differing[1]}"
+        )
 
-    Attributes:
-        kv: values [B, history + T, F].
-        gate: gates, the same.
-        layout: the windows.
-    """
 
-    kv: Float[Array, "B N F"]
-    gate: Float[Array, "B N F"]
-    layout: WindowLayout
+def counts_of(
+    cache: AttentionCache, x: Float[Array, "B T E"], lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None
+) -> Int32[Array, " B"]:
+    """How many of the T tokens each row gets, int32 [B]; checked where known, else no more than fit."""
+    batch, size, _ = x.shape
+    if lengths is None:  # of a symbolic batch there are no values to look at
+        lengths = (np if isinstance(batch, int) else jnp).full((batch,), size, np.int32)
+    counts, values = as_lengths("lengths", lengths, batch)
+    require("lengths", values, lambda a: (a >= 0) & (a <= size), f"0 to {size}, the tokens of x")
+    held = None if values is None else on_host(cache.lengths)
+    if values is not None and held is not None:
+        room = cache.capacity - held
+        most = f"{room[int((values > room).argmax())]} of {cache.capacity}" if room.size else "none"
+        require("lengths", values, lambda a: a <= room, f"at most what the cache has room for, {most}")
+    return jnp.minimum(narrowed(counts, 0, size), cache.capacity - cache.lengths)
 
 
-def completing(
+def with_history(
     state: CompressorState,
     lengths: Int32[Array, " B"],
-    counts: Int32[Array, " B"],
+    history: int,
     kv: Float[Array, "B T F"],
     gate: Float[Array, "B T F"],
-    *,
-    ratio: int,
-    overlap: bool,
-) -> Completing:
-    """What to pool when `counts` of T new tokens, projected to `kv` and `gate`, follow `lengths` earlier ones."""
-    history = window_halo(ratio, overlap=overlap)
+) -> tuple[Float[Array, "B N F"], Float[Array, "B N F"]]:
+    """Projected tokens with the last `history` earlier ones before them: values and gates, [B, history + T, F]."""
 
     def joined(ring: Array, new: Array) -> Array:
         return jnp.concatenate([_recent(ring, lengths, history).astype(new.dtype), new], axis=1)
 
-    layout = WindowLayout.continuing(lengths, counts, kv.shape[1], ratio, history=history)
-    return Completing(joined(state.kv, kv), joined(state.gate, gate), layout)
+    return joined(state.kv, kv), joined(state.gate, gate)
 
 
 def extended_state(

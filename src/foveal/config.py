@@ -6,107 +6,14 @@ technical report (arXiv 2606.19348) and of the released `config.json` files. Thi
 """
 
 import dataclasses
-import enum
+import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from foveal.checks import as_float, as_int, described
-
-
-class LayerType(enum.StrEnum):
-    """The kinds of layers, by what they attend to beyond the sliding window, with transformers' names as values.
-
-    Wherever a layer type is taken, "sliding", "csa" and "hca" stand for them; upper and lower case are the same.
-    """
-
-    SLIDING = "sliding_attention"
-    CSA = "compressed_sparse_attention"
-    HCA = "heavily_compressed_attention"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "LayerType | None":
-        name = value.lower() if isinstance(value, str) else None
-        return next((known for known in cls if name in (known.value, known.name.lower())), None)
-
-
-_LAYER_TYPE_NAMES = (
-    f"{', '.join(repr(str(known)) for known in LayerType)} (or {', '.join(known.name.lower() for known in LayerType)})"
-)
-
-
-def as_layer_type(name: str, value: object) -> LayerType:
-    """The layer type that an argument, `name` in the ValueError, says."""
-    try:
-        return LayerType(value)  # pyright: ignore[reportArgumentType]  (an unknown value is the point)
-    except ValueError:
-        raise ValueError(f"{name}: expected one of {_LAYER_TYPE_NAMES}, got {described(value)}") from None
-
-
-def _as_layer_types(name: str, values: object) -> tuple[LayerType, ...]:
-    if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}: expected a sequence with one layer type per layer, got {described(values)}")
-    layer_types = tuple(as_layer_type(f"{name}[{index}]", value) for index, value in enumerate(values))
-    if not layer_types:
-        raise ValueError(f"{name}: expected at least one layer type, got none; known ones are {_LAYER_TYPE_NAMES}")
-    return layer_types
-
-
-@dataclasses.dataclass(frozen=True)
-class YarnConfig:
-    """YaRN frequency scaling of a rotary table. It never scales cos and sin: DeepSeek-V4 uses no mscale.
-
-    Attributes:
-        factor: by how much the slow frequencies are divided, >= 1.
-        original_max_position_embeddings: the context length that the unscaled table was trained for.
-        beta_fast: turns within that length above which a frequency is kept.
-        beta_slow: turns within that length below which a frequency is divided by `factor`; 0 < beta_slow < beta_fast.
-
-    Raises:
-        ValueError: a field is out of range; the message names it.
-    """
-
-    # Run-time type checkers leave __init__ alone: __post_init__ takes ints for floats and its errors say more.
-    __no_type_check__ = True
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges; make the numbers plain `float` and `int`."""
-        length = as_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-        object.__setattr__(self, "factor", as_float("factor", self.factor, ">= 1", 1.0, inclusive=True))
-        object.__setattr__(self, "original_max_position_embeddings", length)
-        object.__setattr__(self, "beta_slow", as_float("beta_slow", self.beta_slow, "> 0", 0.0))
-        bound = f"> beta_slow = {self.beta_slow}"
-        object.__setattr__(self, "beta_fast", as_float("beta_fast", self.beta_fast, bound, self.beta_slow))
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """One rotary table.
-
-    Attributes:
-        theta: the base of the frequencies, > 1.
-        yarn: YaRN scaling, or None for plain frequencies.
-
-    Raises:
-        ValueError: a field is out of range; the message names it.
-    """
-
-    __no_type_check__ = True  # as in YarnConfig
-
-    theta: float
-    yarn: YarnConfig | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges; make `theta` a plain `float`."""
-        object.__setattr__(self, "theta", as_float("theta", self.theta, "> 1", 1.0))
-        if self.yarn is not None and not isinstance(self.yarn, YarnConfig):
-            raise ValueError(f"yarn: expected a YarnConfig or None, got {described(self.yarn)}")
-
+from foveal.hf_config import naming, read_hf_config, write_hf_config
+from foveal.layers import LayerSpec, LayerType, Pooling, RopeConfig, YarnConfig, as_layer_type, as_layer_types
 
 # What the Flash and Pro releases share.
 _RELEASED: dict[str, Any] = {
@@ -179,7 +86,7 @@ class AttentionConfig:
         for field in dataclasses.fields(self):
             if field.type is int:
                 object.__setattr__(self, field.name, as_int(field.name, getattr(self, field.name), 1))
-        object.__setattr__(self, "layer_types", _as_layer_types("layer_types", self.layer_types))
+        object.__setattr__(self, "layer_types", as_layer_types("layer_types", self.layer_types))
         eps = as_float("rms_norm_eps", self.rms_norm_eps, "> 0", 0.0)
         std = as_float("initializer_range", self.initializer_range, ">= 0", 0.0, inclusive=True)
         object.__setattr__(self, "rms_norm_eps", eps)
@@ -221,14 +128,32 @@ class AttentionConfig:
             )
         return self.layer_types[index]
 
+    def layer(self, kind: "int | LayerType | str") -> LayerSpec:
+        """What a layer computes, by its index or its type.
+
+        Raises:
+            ValueError: no such layer, or an unknown layer type.
+        """
+        index = isinstance(kind, numbers.Integral)
+        layer_type = self.layer_type(int(kind)) if index else as_layer_type("layer_type", kind)
+        sliding, csa = layer_type is LayerType.SLIDING, layer_type is LayerType.CSA
+        ratios = {LayerType.SLIDING: 0, LayerType.CSA: self.csa_ratio, LayerType.HCA: self.hca_ratio}
+        poolings = {LayerType.SLIDING: Pooling.NONE, LayerType.CSA: Pooling.OVERLAPPED, LayerType.HCA: Pooling.GATED}
+        return LayerSpec(
+            layer_type=layer_type,
+            compress_ratio=ratios[layer_type],
+            pooling=poolings[layer_type],
+            has_indexer=csa,
+            rope=self.rope if sliding else self.compress_rope,
+        )
+
     def compress_ratio(self, layer_type: LayerType | str) -> int:
         """Tokens per entry in layers of this type; 0 for sliding layers, which have no entries.
 
         Raises:
             ValueError: unknown layer type.
         """
-        ratios = {LayerType.SLIDING: 0, LayerType.CSA: self.csa_ratio, LayerType.HCA: self.hca_ratio}
-        return ratios[as_layer_type("layer_type", layer_type)]
+        return self.layer(layer_type).compress_ratio
 
     def rope_for(self, layer_type: LayerType | str) -> RopeConfig:
         """The one rotary table that layers of this type use for everything they rotate.
@@ -236,8 +161,7 @@ class AttentionConfig:
         Raises:
             ValueError: unknown layer type.
         """
-        sliding = as_layer_type("layer_type", layer_type) is LayerType.SLIDING
-        return self.rope if sliding else self.compress_rope
+        return self.layer(layer_type).rope
 
     @classmethod
     def deepseek_v4_flash(cls) -> "AttentionConfig":
@@ -306,9 +230,9 @@ class AttentionConfig:
                 message names it.
             FileNotFoundError: there is no such file; models are not downloaded.
         """
-        from foveal.hf_config import read_hf_config  # imports this module
-
-        return read_hf_config(mapping_or_path, cls)
+        fields, source = read_hf_config(mapping_or_path)
+        with naming(source):
+            return cls(**fields)
 
     def to_hf_config(self) -> dict[str, Any]:
         """The attention keys of a `config.json`, as transformers 5.24 saves them.
@@ -317,9 +241,7 @@ class AttentionConfig:
             What `from_hf_config` reads as this config. Keys that attention does not need (of experts, vocabulary and
             hyper-connections) are not in it.
         """
-        from foveal.hf_config import write_hf_config  # imports this module
-
-        return write_hf_config(self)
+        return write_hf_config({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 def as_config(value: object) -> AttentionConfig:
@@ -328,49 +250,3 @@ def as_config(value: object) -> AttentionConfig:
         hint = "; AttentionConfig.from_hf_config reads one" if isinstance(value, Mapping) else ""
         raise ValueError(f"config: expected an AttentionConfig, got {type(value).__name__}{hint}")
     return value
-
-
-def layer_types_from_compress_ratios(
-    compress_ratios: Iterable[int], *, num_layers: int | None = None, csa_ratio: int = 4, hca_ratio: int = 128
-) -> tuple[LayerType, ...]:
-    """Translate the `compress_ratios` of a published config, one int per layer, into layer types.
-
-    Args:
-        compress_ratios: 0 for a sliding layer, `csa_ratio` for CSA, `hca_ratio` for HCA. Published lists go on with
-            the ratios of the MTP layers.
-        num_layers: how many layers to take; the rest of the list is ignored. None takes all.
-        csa_ratio: the ratio that means CSA.
-        hca_ratio: the ratio that means HCA.
-
-    Returns:
-        One `LayerType` per layer.
-
-    Raises:
-        ValueError: the list is empty, shorter than `num_layers` or holds an unknown ratio, or the two ratios are equal
-            so that a ratio does not tell the layer type.
-    """
-    csa_ratio, hca_ratio = as_int("csa_ratio", csa_ratio, 1), as_int("hca_ratio", hca_ratio, 1)
-    if csa_ratio == hca_ratio:
-        raise ValueError(
-            f"compress_ratios: expected csa_ratio != hca_ratio, got {csa_ratio} for both, so that a ratio does not "
-            "tell CSA from HCA; give layer_types instead"
-        )
-    if isinstance(compress_ratios, (str, Mapping)) or not isinstance(compress_ratios, Iterable):
-        raise ValueError(
-            f"compress_ratios: expected a sequence of ints, one per layer, got {described(compress_ratios)}"
-        )
-    ratios = list(compress_ratios)
-    count = len(ratios) if num_layers is None else as_int("num_layers", num_layers, 1)
-    if not ratios or len(ratios) < count:
-        raise ValueError(f"compress_ratios: expected one ratio for each of {count or 'the'} layers, got {len(ratios)}")
-    known = {0: LayerType.SLIDING, csa_ratio: LayerType.CSA, hca_ratio: LayerType.HCA}
-    layer_types = []
-    for index, value in enumerate(ratios[:count]):
-        ratio = as_int(f"compress_ratios[{index}]", value)
-        if ratio not in known:
-            raise ValueError(
-                f"compress_ratios[{index}]: expected 0 (sliding), {csa_ratio} (CSA) or {hca_ratio} (HCA), got {ratio}; "
-                "for a model with other ratios state them (csa_ratio and hca_ratio; compress_rates in a config file)"
-            )
-        layer_types.append(known[ratio])
-    return tuple(layer_types)

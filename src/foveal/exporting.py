@@ -54,7 +54,8 @@ def read(cls: type, text: bytes | bytearray) -> tuple[Any, ...]:
     for name, fact in known.items():
         if fact is dataclasses.MISSING:
             raise ValueError(f"{name_of(cls)}: expected a {name}, got {sorted(facts)}")
-    return tuple(known.values())
+    # JSON has no named tuples: such fields say how they are read.
+    return tuple(field.metadata.get("read", lambda fact: fact)(known[field.name]) for field in _static(cls))
 
 
 def _static(cls: Any) -> list[dataclasses.Field]:

@@ -12,8 +12,9 @@ import dataclasses
 
 import numpy as np
 
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
 from foveal.geometry import Documents, Visibility
+from foveal.layers import LayerType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def layer_cost(
     elements = weights + untrained + 2 * batch * length * config.hidden_size
     cost = Cost(operations, elements * bytes_per_element * (2 if backward else 1), 0)
     cost += core_cost(config, layer_type, documents, bytes_per_element=bytes_per_element, backward=backward)
-    if layer_type is LayerType.CSA:
+    if config.layer(layer_type).has_indexer:
         cost += indexer_cost(config, documents, bytes_per_element=bytes_per_element)
     return cost
 
@@ -116,7 +117,7 @@ def _visibility(config: AttentionConfig, layer_type: LayerType, documents: Docum
 
 def _entry_counts(config: AttentionConfig, layer_type: LayerType, visibility: Visibility) -> np.ndarray:
     counts = np.asarray(visibility.entry_counts)
-    return np.minimum(counts, config.index_topk) if layer_type is LayerType.CSA else counts
+    return np.minimum(counts, config.index_topk) if config.layer(layer_type).has_indexer else counts
 
 
 def _projection_weights(config: AttentionConfig, layer_type: LayerType) -> tuple[int, int]:
@@ -124,10 +125,11 @@ def _projection_weights(config: AttentionConfig, layer_type: LayerType) -> tuple
     model, heads, dim, latent = config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank
     weights = model * (latent + dim) + latent * heads * dim
     weights += heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * model
-    if layer_type is LayerType.SLIDING:
+    layer = config.layer(layer_type)
+    compressor = 2 * model * layer.projected(1)  # values and gates, per dim of an entry
+    weights += compressor * dim
+    if not layer.has_indexer:
         return weights, 0
-    if layer_type is LayerType.HCA:
-        return weights + 2 * model * dim, 0
     index_heads, index_dim = config.index_n_heads, config.index_head_dim
-    indexer = latent * index_heads * index_dim + model * index_heads + 4 * model * index_dim
-    return weights + 4 * model * dim, indexer
+    indexer = latent * index_heads * index_dim + model * index_heads + compressor * index_dim
+    return weights, indexer

@@ -16,19 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from foveal.checks import as_int
-from foveal.config import (
-    AttentionConfig,
-    LayerType,
-    RopeConfig,
-    YarnConfig,
-    as_layer_type,
-    layer_types_from_compress_ratios,
-)
+from foveal.layers import LayerType, RopeConfig, YarnConfig, as_layer_type, layer_types_from_compress_ratios
 from foveal.local_files import not_here, parse_json
 
 _Found = dict[str, Any]
 
-# Dots step into nested mappings. Fields of AttentionConfig bear their own names; the others are combined below.
+# Dots step into nested mappings. Fields of AttentionConfig bear their own names; the others are `_COMBINED` into some.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "dim"),
     "num_layers": ("num_hidden_layers", "n_layers"),
@@ -57,6 +50,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "initializer_range": ("initializer_range",),
 }
 _OPTIONAL = ("csa_ratio", "hca_ratio", "rms_norm_eps", "initializer_range")
+_COMBINED = ("num_layers", "partial_rotary_factor", "compress_ratios", "rope_theta", "compress_rope_theta")
 _EITHER = (("qk_rope_head_dim", "partial_rotary_factor"), ("layer_types", "compress_ratios"))
 _YARN_SOURCES = ("rope_scaling", "rope_parameters.compress", "original_seq_len")
 _PUBLISHED_RATIOS = {"csa_ratio": 4, "hca_ratio": 128}
@@ -81,25 +75,21 @@ _OFFICIAL_YARN = {
 _HF_YARN = {field: field for field in _OFFICIAL_YARN}
 
 
-def read_hf_config(
-    source: Mapping[str, Any] | str | os.PathLike[str], config_type: type[AttentionConfig]
-) -> AttentionConfig:
-    """Build a config from a published one; `AttentionConfig.from_hf_config` describes it.
+def read_hf_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """The fields of an `AttentionConfig` from a published config; `AttentionConfig.from_hf_config` describes it.
 
     Args:
         source: the parsed config, the path of a JSON file, or a directory that holds a `config.json`.
-        config_type: the class to build.
 
     Returns:
-        The config, an instance of `config_type`.
+        The fields, and what errors about them should name: the file, or "config".
 
     Raises:
-        ValueError: not a DeepSeek-V4 config, a key missing, contradictory, out of range or stated twice; the message
-            names it.
+        ValueError: not a DeepSeek-V4 config, a key missing, contradictory or stated twice; the message names it.
         FileNotFoundError: there is no such file; models are not downloaded.
     """
     config, name = _load(source)
-    with _naming(name):
+    with naming(name):
         _check_fixed(config)
         _check_nesting(config)
         found = {field: _lookup(config, field) for field in _SPELLINGS}
@@ -110,30 +100,29 @@ def read_hf_config(
             "compress_rope": _rope("compress_rope_theta", found, _compress_yarn(config)),
             **_layers(found),
         }
-        named = config_type.__dataclass_fields__
-        plain = {field: value for field, value in found.items() if field in named and value is not None}
-        return config_type(**(plain | combined))
+        plain = {field: value for field, value in found.items() if field not in _COMBINED and value is not None}
+        return plain | combined, name
 
 
-def write_hf_config(config: AttentionConfig) -> dict[str, Any]:
-    """What `read_hf_config` reads as this config; `AttentionConfig.to_hf_config` describes it."""
-    fields = (field for field in dataclasses.fields(config) if isinstance(getattr(config, field.name), (int, float)))
-    plain = {field.name: getattr(config, field.name) for field in fields if field.name not in _PUBLISHED_RATIOS}
-    tables = {"main": config.rope, "compress": config.compress_rope}
-    factor = config.qk_rope_head_dim / config.head_dim
-    yarn = config.compress_rope.yarn
+def write_hf_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What `read_hf_config` reads as these fields; `AttentionConfig.to_hf_config` describes it."""
+    numbers = {field: value for field, value in fields.items() if isinstance(value, (int, float))}
+    plain = {field: value for field, value in numbers.items() if field not in _PUBLISHED_RATIOS}
+    tables = {"main": fields["rope"], "compress": fields["compress_rope"]}
+    factor = fields["qk_rope_head_dim"] / fields["head_dim"]
+    yarn = fields["compress_rope"].yarn
     # What the factor implies, as in the releases: transformers warns about any other.
     length = {"max_position_embeddings": int(yarn.factor * yarn.original_max_position_embeddings)} if yarn else {}
     return {
         "model_type": "deepseek_v4",
         **plain,
         **length,
-        "num_hidden_layers": config.num_layers,
-        "layer_types": [str(layer_type) for layer_type in config.layer_types],
-        "compress_rates": {str(LayerType.CSA): config.csa_ratio, str(LayerType.HCA): config.hca_ratio},
+        "num_hidden_layers": len(fields["layer_types"]),
+        "layer_types": [str(layer_type) for layer_type in fields["layer_types"]],
+        "compress_rates": {str(LayerType.CSA): fields["csa_ratio"], str(LayerType.HCA): fields["hca_ratio"]},
         "partial_rotary_factor": factor,
-        "rope_theta": config.rope.theta,
-        "compress_rope_theta": config.compress_rope.theta,
+        "rope_theta": fields["rope"].theta,
+        "compress_rope_theta": fields["compress_rope"].theta,
         "rope_parameters": {name: _rope_section(rope, factor) for name, rope in tables.items()},
         **{key: value for key, value, _ in _FIXED},
     }
@@ -147,7 +136,7 @@ def _rope_section(rope: RopeConfig, partial_rotary_factor: float) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Prefix errors with the place in the user's file that they are about."""
     try:
         yield
@@ -260,7 +249,7 @@ def _qk_rope_head_dim(found: _Found) -> Any:
 
 
 def _rope(key: str, found: _Found, yarn: YarnConfig | None) -> RopeConfig:
-    with _naming(key):
+    with naming(key):
         return RopeConfig(found[key], yarn)
 
 
@@ -358,5 +347,5 @@ def _yarn(section: Mapping[str, Any], keys: Mapping[str, str], name: str) -> Yar
     if missing:
         released = "the releases have factor 16, original length 65536, beta_fast 32, beta_slow 1"
         raise ValueError(f"{name}: missing {', '.join(missing)} ({released})")
-    with _naming(f"{name} ({', '.join(f'{key} = {section[key]!r}' for key in keys.values())})"):
+    with naming(f"{name} ({', '.join(f'{key} = {section[key]!r}' for key in keys.values())})"):
         return YarnConfig(**{field: section[key] for field, key in keys.items()})

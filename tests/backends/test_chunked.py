@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from foveal.backends.chunked import Chunked
 from foveal.backends.chunked.plan import Plan
-from foveal.backends.request import AttentionRequest
+from foveal.backends.operands import Operands
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
 from foveal.testing.generators import random_segment_ids
@@ -123,11 +123,10 @@ def attend_densely(args, visibility, indices, cotangents):
 
 def plan_of(case: Case, visibility: Visibility, **overrides: int) -> Plan:
     (q, kv, entries, sinks), indices, _ = problem(case, 0)
-    arrays = [None if a is None else jnp.asarray(a) for a in (q, kv, entries, indices, sinks)]
-    q, kv, entries, indices, sinks = arrays
-    assert q is not None
-    assert kv is not None
-    return Plan.of(AttentionRequest(q, kv, entries, visibility, indices, sinks, D**-0.5, None), **overrides)
+    entries = kv[:, :0] if entries is None else entries
+    arrays: list[Any] = [None if a is None else jnp.asarray(a) for a in (q, kv, entries, sinks, indices)]
+    operands = Operands(*arrays[:4], visibility, arrays[4], None, D**-0.5, None)
+    return Plan.of(operands, **overrides)
 
 
 def assert_same(actual, expected, dtype: Any = np.float32) -> None:
@@ -224,8 +223,8 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
 
     rule, plans = Plan.of, []
 
-    def overridden(request: AttentionRequest) -> Plan:
-        plans.append(rule(request, **overrides))
+    def overridden(operands: Operands) -> Plan:
+        plans.append(rule(operands, **overrides))
         return plans[-1]
 
     monkeypatch.setattr(Plan, "of", overridden)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foveal.backends import registry
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.operands import Backend, Operands
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
 
@@ -26,14 +26,14 @@ class Fake(Backend):
 
     def __init__(self, name: str, value: float, *, quadratic: bool = False, reason: str | None = None):
         self.name, self.value, self.quadratic, self.reason = name, value, quadratic, reason
-        self.requests: list[AttentionRequest] = []
+        self.requests: list[Operands] = []
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         return self.reason
 
-    def __call__(self, request: AttentionRequest):
+    def __call__(self, operands: Operands):
         assert self.reason is None, "called although it refuses"
-        self.requests.append(request)
+        self.requests.append(operands)
         return jnp.full(SHAPES["q"], float(self.value)), jnp.zeros((B, S, H))
 
 

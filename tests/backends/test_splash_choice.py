@@ -22,7 +22,7 @@ from foveal.backends.splash.layout import KeyLayout
 from foveal.backends.splash.mask import HCAStaticMask
 from foveal.backends.splash.mask_info import static_mask_info
 from foveal.extras import missing
-from foveal.geometry import Documents, Visibility
+from foveal.geometry import Documents, EntryRange, Visibility
 from foveal.ops import core_attention, explain
 from tests.backends.splash_problem import (
     DYNAMIC,
@@ -113,9 +113,9 @@ def test_without_tokamax_both_are_refused(monkeypatch):
         small() | {"visibility": anywhere(0)},
         small() | {"visibility": anywhere(4)},
         small() | {"visibility": anywhere(8)},
-        small() | {"visibility": dataclasses.replace(anywhere(1), compress_ratio=0), "entries": None},
+        small() | {"visibility": dataclasses.replace(anywhere(1), entries=None), "entries": None},
         # A row too short for an entry: there is nothing that could be selected.
-        small() | {"visibility": dataclasses.replace(anywhere(0), compress_ratio=64), "entries": None}
+        small() | {"visibility": dataclasses.replace(anywhere(0), entries=EntryRange.of_rows(64)), "entries": None}
         | {"indices": INDICES},
     ],
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_on_a_tpu_it_is_the_first_choice_where_nothing_is_selected():
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"visibility": anywhere(4)},
-        {"visibility": dataclasses.replace(anywhere(1), compress_ratio=0), "entries": None},
+        {"visibility": dataclasses.replace(anywhere(1), entries=None), "entries": None},
         {"indices": INDICES},
         {"visibility": anywhere(1)},
     )

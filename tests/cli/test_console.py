@@ -14,7 +14,7 @@ from foveal.cli.console import print_table, progress
 from foveal.cli.layer import DEMO_CONFIG, make_sample
 from foveal.cli.main import main
 from foveal.cli.verify_layer import Comparison, Range, Statistics
-from foveal.config import LayerType
+from foveal.layers import LayerType
 
 
 class Terminal(io.StringIO):

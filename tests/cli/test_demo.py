@@ -21,9 +21,10 @@ from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
 from foveal.cli import checks, errors, layer, main, picture, text
 from foveal.cli.console import progress
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
 from foveal.extras import missing
 from foveal.geometry import Visibility
+from foveal.layers import LayerType
 from foveal.testing.reference import reference_attention
 
 ESCAPE = "\x1b"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal.geometry import Documents, Visibility, WindowLayout, window_halo
+from foveal.geometry import Documents, EntryRange, Visibility, WindowLayout, window_halo
+from foveal.testing.generators import random_segment_ids
 
 SIZE = 9  # new rows
 WHOLE = 40
@@ -27,7 +28,7 @@ def row(length, count):
 def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio, spare):
     documents = Documents.continuing(*row(length, count), SIZE)
     capacity = WHOLE // ratio + spare
-    visibility = Visibility.continuing(documents, window, ratio, capacity)
+    visibility = Visibility.continuing(documents, window, EntryRange.of_rows(ratio, capacity))
     assert (visibility.raw_keys, visibility.slots) == (SIZE + window - 1, capacity)
     whole = Visibility(Documents.unpacked(1, WHOLE), window, ratio)
     rows = slice(length, length + count)
@@ -87,7 +88,7 @@ def test_lengths_and_counts_are_data():
         nonlocal traces
         traces += 1
         documents = Documents.continuing(length, count, SIZE)
-        return Visibility(documents, 4, 2, history=3, capacity=20).entry_counts
+        return Visibility.continuing(documents, 4, EntryRange.of_rows(2, 20)).entry_counts
 
     for length, count in ((0, 0), (5, 2), (30, 9)):
         got = counted(*row(length, count))
@@ -99,16 +100,54 @@ def test_what_stands_before_them_must_be_told():
     documents = Documents.continuing(*row(5, 3), SIZE)
     with pytest.raises(ValueError, match=r"^history: expected the sliding_window - 1 = 3 raw keys .*, got 0"):
         Visibility(documents, 4)
-    with pytest.raises(ValueError, match=r"^capacity: expected the slots of documents that continue, got None"):
+    with pytest.raises(ValueError, match=r"^entries: expected the number of slots of documents that continue, got None"):
         Visibility(documents, 4, 2, history=3)
-    with pytest.raises(ValueError, match=r"^documents: expected such as begin in these rows"):
+    with pytest.raises(ValueError, match=r"^documents: expected documents without first_row, got rows of a longer row"):
         WindowLayout.of(documents, 2)
     assert Visibility(documents, 1).continues  # without a history it needs none, and is no row of its own all the same
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("history", -1), ("history", None), ("capacity", -1), ("capacity", 2.0), ("capacity", True)]
+    ("field", "value"), [("history", -1), ("history", None), ("slots", -1), ("slots", 2.0), ("slots", True)]
 )
 def test_numbers_that_cannot_be(field, value):
     with pytest.raises(ValueError, match=rf"^{field}: expected an int >= 0, got {value}"):
-        Visibility(Documents.unpacked(1, 4), 4, 2, **{field: value})
+        if field == "history":
+            Visibility(Documents.unpacked(1, 4), 4, 2, history=value)
+        else:
+            EntryRange.of_rows(2, value)
+    with pytest.raises(ValueError, match=r"^compress_ratio: expected an int >= 1, got 0"):
+        EntryRange.of_rows(0)
+    with pytest.raises(ValueError, match=r"^slots: expected an int >= 0, got None"):
+        EntryRange.all(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_entries_are_said_once():
+    documents = Documents.unpacked(1, 4)
+    for wrong, ratio in ((EntryRange.of_rows(2), 2), (2, 0), ((2, None), 0)):
+        with pytest.raises(ValueError, match=r"^entries: expected an EntryRange, in the place of compress_ratio, got"):
+            Visibility(documents, 4, ratio, entries=wrong)  # pyright: ignore[reportArgumentType]
+    assert Visibility(documents, 4, 2) == Visibility(documents, 4, entries=EntryRange.of_rows(2))
+    assert Visibility(documents, 4).entries is None
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    parts=st.sampled_from([1, 2, 4]),
+    ratio=st.sampled_from([1, 2, 3]),
+)
+def test_parts_of_a_packed_row_see_what_the_whole_row_sees(seed, parts, ratio):
+    """Of which each keeps the numbers of the whole."""
+    length, window = 24, 5
+    size = length // parts
+    whole = Documents.from_segment_ids(random_segment_ids(seed, 2, length, max_document=11))
+    wanted = Visibility(whole, window, ratio)
+    before = np.pad(np.asarray(wanted.window_mask()), ((0, 0), (0, 0), (window - 1, 0)))
+    for first in range(0, length, size):
+        rows = slice(first, first + size)
+        part = Documents(document_start=whole.document_start[:, rows], first_row=first)
+        np.testing.assert_array_equal(part.positions, whole.positions[:, rows])
+        np.testing.assert_array_equal(part.is_padding, whole.is_padding[:, rows])
+        sight = Visibility.continuing(part, window, EntryRange.of_rows(ratio, wanted.slots))
+        np.testing.assert_array_equal(sight.entry_mask(), wanted.entry_mask()[:, rows])
+        np.testing.assert_array_equal(sight.window_mask(), before[:, rows, first : first + size + window - 1])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from foveal import Documents, Visibility, WindowLayout, core_attention, explain, pack_documents, select_entries
-from foveal.geometry import as_documents, as_visibility, documents
+from foveal.geometry import EntryRange, as_documents, as_visibility, documents
 
 S = 4
 IDS = np.array([[1, 1, 2, 2, 2, 0, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5]])
@@ -50,17 +50,27 @@ def test_starts_are_taken_if_and_only_if_some_segment_ids_have_them():
         assert accepted(np.array([row])) == (row in lawful), row
 
 
-def test_continuing_starts_are_taken_if_and_only_if_some_lengths_have_them():
-    before, counts = (np.repeat(range(3), S + 1), np.tile(range(S + 1), 3))
-    lawful = {tuple(row) for row in np.asarray(Documents.continuing(before, counts, S).document_start).tolist()}
-    for row in itertools.product(range(-2, S + 2), repeat=S):
-        assert accepted(np.array([row]), continues=True) == (row in lawful), row
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_starts_of_a_longer_rows_rows_are_taken_if_and_only_if_some_segment_ids_have_them(shape):
+    first, size = 2, 3
+    ids = np.array(list(itertools.product(range(4), repeat=first + size)))
+    whole = np.asarray(Documents.from_segment_ids(ids).document_start)[:, first:]
+    lawful = {tuple(row) for row in whole.tolist()}
+    assert tuple(Documents.continuing([first], [2], size).document_start[0].tolist()) in lawful
+    for row in itertools.product(range(-1, first + size + 2), repeat=size):
+        assert accepted(np.array([row]), first_row=np.full(shape, first)) == (row in lawful), row
+
+
+@pytest.mark.parametrize("first", [[1, 2], np.zeros((2, 1, 1), int), np.zeros((3, 1), int), 0.5, np.zeros((2, 8), int)])
+def test_a_first_row_that_is_none(first):
+    with pytest.raises(ValueError, match=r"^first_row: expected"):
+        Documents(document_start=np.zeros((2, 8), int), first_row=first)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_no_rows_break_no_law(batch):
     assert accepted(np.zeros((batch, 0), np.int32))
-    assert accepted(np.zeros((batch, 0), np.int32), continues=True)
+    assert accepted(np.zeros((batch, 0), np.int32), first_row=3)
 
 
 def test_one_unlawful_row_is_found_among_many():
@@ -119,7 +129,7 @@ MAKERS = [
     lambda: Documents.unpacked(2, 8),
     lambda: Documents.continuing([3, 9], [2, 8], 8),
     lambda: Visibility(Documents.from_segment_ids(IDS), 3, 2),
-    lambda: Visibility.continuing(Documents.continuing([3, 9], [2, 8], 8), 3, 2, 20),
+    lambda: Visibility.continuing(Documents.continuing([3, 9], [2, 8], 8), 3, EntryRange.of_rows(2, 20)),
 ]
 
 
@@ -127,10 +137,9 @@ MAKERS = [
 def test_jax_rebuilds_what_it_likes(make):
     made = make()
     leaves, tree = jax.tree.flatten(made)
-    assert len(leaves) == 1
     for placeholder in (None, object(), "x", 3.0, np.zeros((7, 2, 8)), jax.ShapeDtypeStruct((1,), bool)):
-        jax.tree.unflatten(tree, [placeholder])
-    assert jax.tree.leaves(jax.tree.map(lambda _: 1, made)) == [1]
+        jax.tree.unflatten(tree, [placeholder] * len(leaves))
+    assert jax.tree.leaves(jax.tree.map(lambda _: 1, made)) == [1] * len(leaves)
     assert str(jax.tree_util.tree_leaves_with_path(made)[0][0]).count("document_start") == 1
     stacked = jax.vmap(lambda one: jax.tree.map(lambda a: a + 0, one))(jax.tree.map(lambda a: jnp.stack([a, a]), made))
     shaped = jax.eval_shape(lambda: made)
@@ -212,8 +221,9 @@ def test_what_is_no_visibility_is_refused_at_once(value):
 
 
 def test_numbers_become_plain_ints():
-    sight = Visibility(Documents.unpacked(1, 4), np.int64(3), np.int8(2), history=np.int32(1), capacity=np.uint8(7))
-    facts = (sight.sliding_window, sight.compress_ratio, sight.history, sight.capacity)
+    entries = EntryRange.of_rows(np.int8(2), np.uint8(7))
+    sight = Visibility(Documents.unpacked(1, 4), np.int64(3), entries=entries, history=np.int32(1))
+    facts = (sight.sliding_window, sight.compress_ratio, sight.history, sight.slots)
     assert facts == (3, 2, 1, 7)
     assert {type(fact) for fact in facts} == {int}
 
@@ -229,4 +239,5 @@ def test_lists_do_where_integers_are_few(listed):
         assert made.document_start.tolist() == expected
     assert Documents.from_lengths(listed([3, 8]), 8).alignment == 0
     continuing = Documents.continuing(listed([3, 0]), listed([2, 1]), 2)
-    assert continuing.document_start.tolist() == [[-3, -3], [0, 2]]
+    assert continuing.document_start.tolist() == [[0, 0], [0, 2]]
+    assert continuing.first_row.tolist() == [[3], [0]]

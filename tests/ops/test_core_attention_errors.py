@@ -8,7 +8,7 @@ import jaxtyping
 import pytest
 
 from foveal.backends import registry
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.operands import Backend, Operands
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
 
@@ -57,10 +57,10 @@ class Tripwire(Backend):
 
     name, quadratic = "tripwire", False
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         raise AssertionError("a wrong call reached the choice of a backend")
 
-    def __call__(self, request: AttentionRequest):
+    def __call__(self, operands: Operands):
         raise AssertionError("a wrong call reached a backend")
 
 

@@ -436,6 +436,6 @@ def test_entries_are_asked_of_the_visibility(without_type_checks):
         with pytest.raises(ValueError, match=r"^keys: expected"):
             select_entries(
                 *(jnp.zeros(shape) for shape in GOOD.values()),
-                visibility=dataclasses.replace(visibility, compress_ratio=wrong),
+                visibility=Visibility(visibility.documents, 4, wrong),
                 top_k=3,
             )

@@ -10,7 +10,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType, RopeConfig, YarnConfig
 from foveal.ops import RopeTable, apply_rope, rope_frequencies, rope_table
 from foveal.testing.generators import distinct_values
 from foveal.testing.numerics import assert_close

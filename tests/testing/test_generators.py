@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType
 from foveal.testing.generators import distinct_values, random_params, random_segment_ids
 
 

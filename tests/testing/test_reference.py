@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType, RopeConfig, YarnConfig
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.reference import reference_attention, reference_index_scores, reference_visibility
 

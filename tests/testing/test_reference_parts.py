@@ -9,7 +9,8 @@ import pytest
 from jax.test_util import check_grads
 from numpy.typing import DTypeLike
 
-from foveal.config import AttentionConfig, RopeConfig, YarnConfig
+from foveal.config import AttentionConfig
+from foveal.layers import RopeConfig, YarnConfig
 from foveal.testing.generators import distinct_values, random_hidden
 from foveal.testing.reference import (
     reference_core_attention,

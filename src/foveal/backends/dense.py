@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.request import AttentionRequest, Backend, membership
+from foveal.backends.operands import Backend, Operands, settled
 from foveal.backends.sinks import share_of_keys
-from foveal.geometry import Visibility
 from foveal.typing import Array, Precision, lowest
 
 
@@ -17,47 +16,37 @@ class Dense(Backend):
     name = "dense"
     quadratic = True
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         """It can do everything, at a price in memory."""
-        del request
+        del operands
         return None
 
-    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+    def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """One softmax over raw keys and entries together."""
-        dtype = request.accumulation_dtype
-        padding = request.visibility.documents.is_padding[:, :, None]
-        broken = ~jnp.isfinite(request.q).all(axis=-1)  # zeroed: as NaN they would reach every key's gradient
-        q = jnp.where((padding | broken)[..., None], 0.0, request.q.astype(dtype)) * request.scale
-        groups = [(request.kv.astype(dtype), request.visibility.window_mask())]
-        if request.entries is not None:
-            groups.append((request.entries.astype(dtype), entry_mask(request.visibility, request.indices)))
+        dtype, visibility, precision = operands.accumulation_dtype, operands.visibility, operands.precision
+        padding = visibility.documents.is_padding[:, :, None]
+        broken = ~jnp.isfinite(operands.q).all(axis=-1)  # zeroed: as NaN they would reach every key's gradient
+        q = jnp.where((padding | broken)[..., None], 0.0, operands.q.astype(dtype)) * operands.scale
+        groups = [(operands.kv.astype(dtype), visibility.window_mask())]
+        if operands.slots:
+            groups.append((operands.entries.astype(dtype), visibility.entry_mask(operands.indices)))
 
-        logits = [_masked_logits(q, keys, mask, request.precision) for keys, mask in groups]
+        logits = [_masked_logits(q, keys, mask, precision) for keys, mask in groups]
         peaks = jnp.stack([x.max(axis=-1, initial=lowest(dtype)) for x in logits])
         peak = jax.lax.stop_gradient(jnp.where(padding, 0.0, jnp.max(peaks, axis=0)))  # all others see a key
         weights = [jnp.exp(x - peak[..., None]) for x in logits]
         total = sum((w.sum(axis=-1) for w in weights), start=jnp.zeros_like(peak))
         total = jnp.where(padding, 1.0, total)
         out = sum(
-            (_values(w, keys, request.precision) for w, (keys, _) in zip(weights, groups, strict=True)),
+            (_values(w, keys, precision) for w, (keys, _) in zip(weights, groups, strict=True)),
             start=jnp.zeros_like(q),
         )
         out = out / total[..., None]
         lse = peak + jnp.log(total)
-        out = out * share_of_keys(lse, request.sinks)[..., None]
-        lost = broken & ~padding
-        if request.tainted is not None:
-            lost = lost | request.tainted[:, :, None]
-        out, lse = jnp.where(lost[..., None], jnp.nan, out), jnp.where(lost, jnp.nan, lse)
-        return out.astype(request.q.dtype), lse
-
-
-def entry_mask(visibility: Visibility, indices: Array | None) -> Array:
-    """bool [B, S, C]: visible and, where there are indices [B, S, K], selected."""
-    mask = visibility.entry_mask()
-    if indices is None:
-        return mask
-    return mask & membership(indices, mask.shape[2])
+        out = out * share_of_keys(lse, operands.sinks)[..., None]
+        lost = broken if operands.tainted is None else broken | operands.tainted[:, :, None]
+        out, lse = settled(out, lse, padding, lost)
+        return out.astype(operands.q.dtype), lse
 
 
 def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> Array:

@@ -6,7 +6,7 @@ import dataclasses
 
 from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.operands import Backend, Operands
 from foveal.backends.splash import Splash, SplashDynamic
 from foveal.checks import described
 
@@ -62,42 +62,45 @@ def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ..
     return _PREFERENCE, implementation
 
 
-def explain(request: AttentionRequest, implementation: str | Backend | None) -> Explanation:
-    """What each implementation would do with the call.
-
-    Raises:
-        ValueError: `implementation` is not the name of one.
-    """
-    candidates, implementation = _candidates(implementation)
-    refusals = {backend.name: backend.refusal(request) for backend in candidates}
-    able = [backend for backend in candidates if refusals[backend.name] is None]
-    # Linear memory first: a quadratic one is nobody's silent choice while another can do the work.
-    preferred = sorted(able, key=lambda backend: backend.quadratic)
-    wanted = [b for b in able if b.name == implementation] if implementation is not None else preferred
-    chosen = wanted[0].name if wanted else None
-
-    def verdict(backend: Backend) -> Verdict:
-        refusal = refusals[backend.name]
-        if refusal is not None:
-            return Verdict(backend.name, False, f"cannot: {refusal}")
-        runs = backend.name == chosen
-        memory = "memory grows with S * (S + C)" if backend.quadratic else "memory grows with S"
-        why = "asked for" if implementation is not None else "first choice"
-        return Verdict(backend.name, runs, f"{why if runs else 'able'}; {memory}")
-
-    return Explanation(tuple(verdict(backend) for backend in candidates))
+def _in_order(candidates: tuple[Backend, ...], name: str | None) -> list[Backend]:
+    """Those that may run, the best first. Linear memory first: a quadratic one is nobody's silent choice."""
+    if name is not None:
+        return [backend for backend in candidates if backend.name == name]
+    return sorted(candidates, key=lambda backend: backend.quadratic)
 
 
-def choose(request: AttentionRequest, implementation: str | Backend | None) -> Backend:
+def choose(operands: Operands, implementation: str | Backend | None) -> Backend:
     """The implementation that runs the call. A named one never gives way to another.
 
     Raises:
         ValueError: `implementation` is not the name of one.
         NotImplementedError: the named one, or every one, cannot do it; the message says why.
     """
-    explanation = explain(request, implementation)
     candidates, name = _candidates(implementation)
-    if explanation.chosen is None:
-        what = "no implementation can do this" if name is None else f"{name!r} cannot do this"
-        raise NotImplementedError(f"{what}:\n{explanation}")
-    return next(backend for backend in candidates if backend.name == explanation.chosen)
+    for backend in _in_order(candidates, name):
+        if backend.refusal(operands) is None:
+            return backend
+    what = "no implementation can do this" if name is None else f"{name!r} cannot do this"
+    raise NotImplementedError(f"{what}:\n{explain(operands, implementation)}")
+
+
+def explain(operands: Operands, implementation: str | Backend | None) -> Explanation:
+    """What each implementation would do with the call.
+
+    Raises:
+        ValueError: `implementation` is not the name of one.
+    """
+    candidates, name = _candidates(implementation)
+    refusals = {backend.name: backend.refusal(operands) for backend in candidates}
+    able = [backend for backend in _in_order(candidates, name) if refusals[backend.name] is None]
+
+    def verdict(backend: Backend) -> Verdict:
+        refusal = refusals[backend.name]
+        if refusal is not None:
+            return Verdict(backend.name, False, f"cannot: {refusal}")
+        runs = backend in able[:1]
+        memory = "memory grows with S * (S + C)" if backend.quadratic else "memory grows with S"
+        why = "asked for" if name is not None else "first choice"
+        return Verdict(backend.name, runs, f"{why if runs else 'able'}; {memory}")
+
+    return Explanation(tuple(verdict(backend) for backend in candidates))

@@ -180,7 +180,7 @@ class _Finder:
             self._note(f"{self.prefix}*", f"missing, all of layer {self.layer}")
             return ()
         shapes = parameter_shapes(self.config, self.layer)
-        rows = rows_of(self.config.layer_type(self.layer))
+        rows = rows_of(self.config.layer(self.layer))
         found = tuple(source for row in rows if (source := self._source(row, shapes[row.path])) is not None)
         for name in self.left.values():
             self._note(name, "unexpected")

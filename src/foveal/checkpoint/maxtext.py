@@ -58,7 +58,7 @@ def to_maxtext(layers: Mapping[int, CompressedAttention], *, scan: bool = False)
     stacks: dict[tuple[str, ...], dict[int, Array]] = {}
     for index, place in _places(config, sorted(layers), scan).items():
         for row, value in parameters(layers[index]):
-            path = (*place.path, *maxtext_path(row, layers[index].layer_type))
+            path = (*place.path, *maxtext_path(row, layers[index].spec))
             reshaped = value.reshape(maxtext_shape(row, config, value.shape))
             if place.stacked is None:
                 flat[path] = reshaped
@@ -120,10 +120,10 @@ def _collected(decoder: Mapping[str, Any], config: AttentionConfig) -> dict[int,
     found: dict[int, dict[str, Any]] = {}
     places = _places(config, list(range(config.num_layers)), scan="scanned_blocks" in decoder)
     for index, place in places.items():
-        shapes, layer_type = parameter_shapes(config, index), config.layer_type(index)
+        shapes, spec = parameter_shapes(config, index), config.layer(index)
         found[index] = {}
-        for row in rows_of(layer_type):
-            path = (*place.path, *maxtext_path(row, layer_type))
+        for row in rows_of(spec):
+            path = (*place.path, *maxtext_path(row, spec))
             left.discard(path)
             value, problem = _taken(flat.get(path), place, places, maxtext_shape(row, config, shapes[row.path]))
             if problem is None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerSpec
 
 
 class Dialect(enum.StrEnum):
@@ -78,11 +79,11 @@ class Row:
         """Whether it is a matmul's operand: of `param_dtype`. All else is float32 in any case."""
         return self.layout is not Layout.SAME
 
-    def is_in(self, layer_type: LayerType) -> bool:
-        """Whether layers of this type have it."""
+    def is_in(self, layer: LayerSpec) -> bool:
+        """Whether such layers have it."""
         if self.path.startswith("compressor.indexer."):
-            return layer_type is LayerType.CSA
-        return layer_type is not LayerType.SLIDING or not self.path.startswith("compressor.")
+            return layer.has_indexer
+        return layer.has_entries or not self.path.startswith("compressor.")
 
     def suffix(self, dialect: Dialect) -> str:
         """The name after the layer's prefix."""
@@ -182,9 +183,9 @@ class AttentionName(NamedTuple):
     suffix: str
 
 
-def rows_of(layer_type: LayerType) -> tuple[Row, ...]:
+def rows_of(layer: LayerSpec) -> tuple[Row, ...]:
     """The parameters of a layer of this type."""
-    return tuple(row for row in ROWS if row.is_in(layer_type))
+    return tuple(row for row in ROWS if row.is_in(layer))
 
 
 def layer_prefix(dialect: Dialect, layer: int) -> str:
@@ -229,9 +230,9 @@ def module_of(dialect: Dialect) -> str:
     return _PREFIXES[dialect].split(".")[-2]
 
 
-def maxtext_path(row: Row, layer_type: LayerType) -> tuple[str, ...]:
+def maxtext_path(row: Row, layer: LayerSpec) -> tuple[str, ...]:
     """Below `self_attention` in MaxText's parameters."""
-    compressor = "csa_compressor" if layer_type is LayerType.CSA else "hca_compressor"
+    compressor = "csa_compressor" if layer.has_indexer else "hca_compressor"
     return tuple(row.maxtext.format(c=compressor).split("-"))
 
 

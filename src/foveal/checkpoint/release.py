@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from foveal.checkpoint.find import parameter_shapes
 from foveal.checkpoint.fp8 import scale_shape
 from foveal.checkpoint.names import Dialect, Stored, full_name, rows_of, scale_name
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType
 
 _KEYS = (
     "vocab_size",
@@ -59,7 +60,7 @@ def attention_tensors(
         scale_dtype: of the blocks' scales: "F8_E8M0", or "F32" as in the Base models.
     """
     specs, shapes = {}, parameter_shapes(config, layer)
-    for row in rows_of(config.layer_type(layer)):
+    for row in rows_of(config.layer(layer)):
         name, shape = full_name(row, dialect, layer), row.file_shape(shapes[row.path])
         specs[name] = TensorSpec(str(row.stored), shape)
         if row.stored is Stored.F8:

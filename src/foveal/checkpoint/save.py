@@ -90,7 +90,7 @@ def common_config(layers: Mapping[int, CompressedAttention]) -> AttentionConfig:
 def parameters(layer: CompressedAttention) -> Iterator[tuple[Row, Array]]:
     """Every parameter of a layer with its row of the table."""
     flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
-    for row in rows_of(layer.layer_type):
+    for row in rows_of(layer.spec):
         yield row, flat[row.path]
 
 

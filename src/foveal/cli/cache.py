@@ -14,7 +14,8 @@ from foveal.cli.console import make_console, print_table, short_name, size_text
 from foveal.cli.errors import require
 from foveal.cli.numbers import TOKENS, int_between, tokens_between
 from foveal.cli.presets import add_model, preset_of, read_model
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType
 
 _DESCRIPTION = """\
 Prints the bytes of the caches of a model's layers by part, from the arrays' own shapes; nothing is allocated. Entries

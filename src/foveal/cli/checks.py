@@ -13,8 +13,9 @@ import numpy as np
 from flax import nnx
 
 from foveal.cli.layer import UNDECIDED, Sample, make_layer, selected_entries
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
 from foveal.geometry import Documents, Visibility, pack_documents
+from foveal.layers import LayerType
 from foveal.nn import CompressedAttention
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.parameters import get_params
@@ -97,7 +98,7 @@ def check_layer(
     x, documents = sample.packed.values, sample.packed.documents
     real = ~np.asarray(documents.is_padding)
     decided, selected = real, None
-    if layer_type is LayerType.CSA:
+    if config.layer(layer_type).has_indexer:
         slots, lead = selected_entries(layer, x, documents)
         selected = float((slots >= 0).sum(-1)[real].mean())
         decided = real & (lead > UNDECIDED)

@@ -13,14 +13,15 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from foveal.aot import TARGETS, compile_report, device_mesh
-from foveal.backends.request import Backend
+from foveal.backends.operands import Backend
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
 from foveal.cli.compile import CompileCase
 from foveal.cli.errors import require
 from foveal.cli.presets import read_model
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
 from foveal.flops import core_cost, layer_cost
 from foveal.geometry import Documents, Visibility
+from foveal.layers import LayerType
 from foveal.nn import CompressedAttention
 from foveal.ops.core_attention import core_attention, explain
 from foveal.schedule import kernel_schedules
@@ -155,7 +156,7 @@ def _operands(
     args: list[Any] = [q, struct(case.batch, case.length, dim), struct(case.batch, visibility.slots, dim)]
     args.append(struct(config.num_attention_heads, dtype=jnp.float32, spec=(heads,)))
     indices = None
-    if layer_type is LayerType.CSA:
+    if config.layer(layer_type).has_indexer:
         chosen = min(config.index_topk, visibility.slots)
         indices = struct(case.batch, case.length, chosen, dtype=jnp.int32)
     return visibility, indices, args

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from foveal.config import LayerType
+from foveal.layers import LayerType
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig, YarnConfig
-from foveal.geometry import Documents, PackedDocuments, Visibility, WindowLayout, pack_documents
+from foveal.config import AttentionConfig
+from foveal.geometry import Documents, PackedDocuments, pack_documents
+from foveal.layers import LayerType, RopeConfig, YarnConfig
 from foveal.nn import CompressedAttention
-from foveal.nn.indexer import IndexedCompressor
-from foveal.ops import rope_table
+from foveal.nn.memory import Fresh
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import set_params
 from foveal.typing import Array
@@ -98,17 +98,13 @@ def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Docum
     @jax.jit
     def select(state: Any, x: Array, documents: Documents) -> tuple[Array, Array]:
         layer = nnx.merge(graph, state)
-        assert isinstance(layer.compressor, IndexedCompressor)
-        indexer = layer.compressor.indexer
-        layout = WindowLayout.of(documents, config.csa_ratio)
-        projected = layer.project(x, documents)
-        keys = indexer(x, layout, rope_table(layout.positions, config.compress_rope, config.qk_rope_head_dim))
-        visibility = Visibility(documents, config.sliding_window, config.csa_ratio)
-        queries, weights = indexer.queries(projected.x, projected.q_residual, projected.table)
-        slots = indexer.select(queries, weights, keys, visibility)
+        made = layer.activations(x, Fresh(config, layer.spec, documents))
+        assert made.scored is not None
+        assert made.indices is not None
+        queries, weights, keys = made.scored
         matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", queries, keys, preferred_element_type=jnp.float32))
         scores = jnp.einsum("btic,bti->btc", matches, weights)
-        return slots, _lead(scores, visibility.entry_mask(), config.index_topk)
+        return made.indices, _lead(scores, made.visibility.entry_mask(), config.index_topk)
 
     slots, lead = select(state, jnp.asarray(x), documents)
     return np.asarray(slots), np.asarray(lead)

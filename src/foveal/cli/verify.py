@@ -23,7 +23,8 @@ from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
 from foveal.cli.numbers import TOKENS, int_between, tokens_between
 from foveal.cli.presets import PRESETS
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType
 from foveal.local_files import not_here
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from flax import nnx
 from foveal.checkpoint.find import AttentionCheckpoint
 from foveal.checkpoint.release import attention_tensors
 from foveal.cli.layer import UNDECIDED, selected_entries
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
 from foveal.geometry import Documents, Visibility
 from foveal.nn import CompressedAttention
 from foveal.testing.generators import random_hidden
@@ -166,7 +166,7 @@ def compare(module: CompressedAttention, expected: Outputs, hidden: np.ndarray, 
     got = np.asarray(_forward(module, hidden), np.float32)
     want, their_choice, independent = expected(hidden, dtype)
     complaints, compared, share = [], np.ones(got.shape[:2], bool), None
-    if module.layer_type is LayerType.CSA and their_choice is not None:
+    if module.spec.has_indexer and their_choice is not None:
         choices = _compare_choices(module, hidden, their_choice)
         complaints = choices.complaints(dtype)
         # Who does not say what it selects may select something else where rounding decides.
@@ -233,7 +233,7 @@ def _forward(module: CompressedAttention, hidden: Any) -> Any:
 
 
 def _choice(module: CompressedAttention, hidden: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    if module.layer_type is not LayerType.CSA:
+    if not module.spec.has_indexer:
         return None, np.full(hidden.shape[:2], np.inf)
     return selected_entries(module, hidden, Documents.unpacked(*hidden.shape[:2]))
 

@@ -5,11 +5,21 @@ Everything follows from one integer per token, the row at which its document beg
 
 from foveal.geometry.documents import Documents, as_documents
 from foveal.geometry.packing import PackedDocuments, PaddedRows, Placement, left_aligned, pack_documents, unpack
-from foveal.geometry.visibility import TileRanges, Visibility, as_visibility, complete_windows, window_first
+from foveal.geometry.visibility import (
+    EntryRange,
+    TileRanges,
+    Visibility,
+    as_visibility,
+    complete_windows,
+    max_history,
+    membership,
+    window_first,
+)
 from foveal.geometry.windows import WindowLayout, as_layout, window_halo
 
 __all__ = [
     "Documents",
+    "EntryRange",
     "PackedDocuments",
     "PaddedRows",
     "Placement",
@@ -21,6 +31,8 @@ __all__ = [
     "as_visibility",
     "complete_windows",
     "left_aligned",
+    "max_history",
+    "membership",
     "pack_documents",
     "unpack",
     "window_first",

@@ -24,12 +24,13 @@ class Documents:
     The fields themselves go by name: segment ids are no `document_start`, though many would pass for one.
 
     Attributes:
-        document_start: int32 [B, S], the row at which token t's document begins, negative if that was before these
-            rows; t + 1 on padding rows, which makes everything they could see empty and lets no window start there.
+        document_start: int32 [B, S], the row at which token t's document begins; t + 1 on padding rows, which makes
+            everything they could see empty and lets no window start there.
+        first_row: int32, a scalar or [B, 1]: these rows are rows [first_row, first_row + S) of a longer row, whose
+            numbers `document_start` keeps; a document may then have begun before them. None where row 0 is the first.
         alignment: every document is known to start at a multiple of this: 1 if nothing is known, 0 if every document
             starts at row 0. Static, because a backend that needs aligned documents must know while tracing.
         padded: whether there may be padding rows. Static.
-        continues: documents may have begun before these rows (`continuing`). Static.
 
     Raises:
         ValueError: a field of the wrong kind, or one given without its name; where `document_start` is concrete, one
@@ -40,9 +41,9 @@ class Documents:
     __no_type_check__ = True  # __post_init__ takes other integers and NumPy's arrays too, and its errors say more
 
     document_start: Int32[Array, "B S"]
+    first_row: Int32[Array, "..."] | None = None
     alignment: int = dataclasses.field(default=1, metadata={"static": True})
     padded: bool = dataclasses.field(default=True, metadata={"static": True})
-    continues: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __new__(cls, *unnamed: object, **_: object) -> Documents:
         """Refuses fields without a name."""
@@ -54,22 +55,27 @@ class Documents:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Checks every field; makes `document_start` int32 and the others plain `int` and `bool`."""
-        alignment = as_int("alignment", self.alignment, 0)
-        padded, continues = as_bool("padded", self.padded), as_bool("continues", self.continues)
-        starts = self.document_start
+        """Checks every field; makes the arrays int32 and the static fields plain `int` and `bool`."""
+        alignment, padded = as_int("alignment", self.alignment, 0), as_bool("padded", self.padded)
+        starts, first, concrete_first = self.document_start, self.first_row, np.zeros((), np.int32)
+        if first is not None:
+            first, concrete_first = as_integers("first_row", first, ndims=(0, 2))
+            if first.ndim and first.shape != (starts.shape[0], 1):
+                raise ValueError(f"first_row: expected a scalar or [B, 1] = {(starts.shape[0], 1)}, got {first.shape}")
         if not isinstance(starts, jax.ShapeDtypeStruct):
             starts, concrete = as_integers("document_start", starts, ndims=(2,))
-            _check_law(concrete, alignment, padded=padded, continues=continues)
-        fields = {"document_start": starts, "alignment": alignment, "padded": padded, "continues": continues}
+            _check_law(concrete, concrete_first, alignment, padded=padded)
+        fields = {"document_start": starts, "first_row": first, "alignment": alignment, "padded": padded}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_is_checked", True)
 
     @classmethod
-    def _made(cls, starts: Array, *, alignment: int = 1, padded: bool = True, continues: bool = False) -> Documents:
+    def _made(
+        cls, starts: Array, first_row: Array | None = None, *, alignment: int = 1, padded: bool = True
+    ) -> Documents:
         """From starts that keep the law because of how they were made."""
-        made = unchecked(cls, document_start=starts, alignment=alignment, padded=padded, continues=continues)
+        made = unchecked(cls, document_start=starts, first_row=first_row, alignment=alignment, padded=padded)
         object.__setattr__(made, "_is_checked", True)
         return made
 
@@ -83,7 +89,8 @@ class Documents:
             starts = self.document_start
             if len(getattr(starts, "shape", ())) != 2 or starts.dtype != jnp.int32:
                 raise ValueError(f"documents: expected a document_start of int32 [B, S], got {described(starts)}")
-            _check_law(on_host(starts), self.alignment, padded=self.padded, continues=self.continues)
+            first = np.zeros((), np.int32) if self.first_row is None else on_host(self.first_row)
+            _check_law(on_host(starts), first, self.alignment, padded=self.padded)
             object.__setattr__(self, "_is_checked", True)  # the object's, not a field: a pytree made of it has it not
         return self
 
@@ -207,9 +214,8 @@ class Documents:
     ) -> Documents:
         """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
 
-        Its first token lies `lengths` rows before row 0, so that `document_start` is negative and `positions` go on
-        from `lengths`. Who sees what then depends on what stands before the rows: only a `Visibility` with `history`
-        and `capacity` tells, and `WindowLayout.continuing`.
+        They are rows [lengths, lengths + size) of the document. Who sees what then depends on what stands before them:
+        only a `Visibility` with `history` and a number of slots tells, and `WindowLayout.continuing`.
 
         Args:
             lengths: integers [B], tokens that came before. May be traced.
@@ -225,8 +231,13 @@ class Documents:
         counts, fresh = as_lengths("counts", counts, lengths.shape[0], fetch=False)
         require("lengths", before, lambda a: a >= 0, "no negative length")
         require("counts", fresh, lambda a: (a >= 0) & (a <= size), f"0 to {size}")
-        row = jnp.arange(size, dtype=jnp.int32)[None]
-        return cls._made(jnp.where(row < counts[:, None], -lengths[:, None], row + 1), continues=True)
+        return cls.made(lengths, counts, size)
+
+    @classmethod
+    def made(cls, lengths: Array, counts: Array, size: int) -> Documents:
+        """`continuing`, for int32 lengths and counts that were checked."""
+        row, first = jnp.arange(size, dtype=jnp.int32)[None], lengths[:, None]
+        return cls._made(jnp.where(row < counts[:, None], 0, first + row + 1), first, alignment=0)
 
     @property
     def shape(self) -> tuple[Size, Size]:
@@ -235,9 +246,14 @@ class Documents:
         return batch, length
 
     @property
+    def continues(self) -> bool:
+        """Statically known: these rows are some of a longer row's, so that documents may have begun before them."""
+        return self.first_row is not None
+
+    @property
     def is_unpacked(self) -> bool:
         """Statically known: every row is one document that fills it, so everything follows from the row number."""
-        return self.alignment == 0 and not self.padded
+        return self.alignment == 0 and not self.padded and self.first_row is None
 
     @property
     def positions(self) -> Int32[Array, "B S"]:
@@ -259,7 +275,8 @@ class Documents:
 
     @property
     def _rows(self) -> Int32[Array, "B S"]:
-        return jax.lax.broadcasted_iota(jnp.int32, self.document_start.shape, 1)
+        row = jax.lax.broadcasted_iota(jnp.int32, self.document_start.shape, 1)
+        return row if self.first_row is None else self.first_row + row
 
 
 def as_documents(name: str, value: object) -> Documents:
@@ -280,19 +297,15 @@ def check_cu_seqlens(ends: np.ndarray | None, length: int) -> None:
         require("cu_seqlens", ends, lambda a: a <= length, f"an end within the {length} rows")
 
 
-def _check_law(starts: np.ndarray | None, alignment: int, *, padded: bool, continues: bool) -> None:
-    """Holds concrete starts [B, S] against what `Documents` says of them."""
-    if starts is None or not starts.size:
+def _check_law(starts: np.ndarray | None, first: np.ndarray | None, alignment: int, *, padded: bool) -> None:
+    """Holds concrete starts [B, S] of the rows from `first` on against what `Documents` says of them."""
+    if starts is None or first is None or not starts.size:
         return
-    row = np.arange(starts.shape[1])
+    row = first + np.arange(starts.shape[1])[None]
     padding, before = starts == row + 1, np.roll(starts, 1, axis=1)
-    if continues:  # one document, and then padding
-        lawful = padding | ((starts == before) & ~np.roll(padding, 1, axis=1))
-        lawful[:, 0] = starts[:, 0] <= 1
-        expected = "no start but that of one document, row 0 or before it, then t + 1 on padding"
-    else:
-        lawful = padding | (starts == row) | ((starts == before) & (row > 0))
-        expected = "t where a document starts, row t - 1's start where it goes on, t + 1 on padding"
+    lawful = padding | (starts == row) | (starts == before)
+    lawful[:, 0] = (starts[:, 0] >= 0) & (starts[:, 0] <= np.broadcast_to(row, starts.shape)[:, 0] + 1)
+    expected = "t where a document starts, row t - 1's start where it goes on, t + 1 on padding"
     require("document_start", starts, lambda _: lawful, expected, "; segment ids go to Documents.from_segment_ids")
     if not padded:
         require("padded", starts, lambda _: ~padding, "True where there are padding rows", " of document_start")

@@ -11,7 +11,7 @@ import numpy as np
 
 from foveal.checks import as_int, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
-from foveal.geometry.pytree import checked_pytree
+from foveal.geometry.pytree import checked_pytree, unchecked
 from foveal.typing import Array, Bool, Int, Int32, narrowed
 
 
@@ -25,8 +25,10 @@ class TileRanges(NamedTuple):
 
     @property
     def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-        """First slot and one past the last that any query of the tile sees."""
-        return self.entry_first.min(), self.entry_end.max()
+        """First slot and one past the last that any query of the tile sees; the same twice where none sees any."""
+        some = self.entry_first < self.entry_end
+        end = jnp.where(some, self.entry_end, 0).max()
+        return jnp.where(some, self.entry_first, end).min(), end
 
     def slot_blocks(self, size: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
         """The first block of `size` slots, and one past the last, that any query of the tile sees."""
@@ -47,13 +49,63 @@ def window_first(row: T, sliding_window: int) -> T:
     return row - (sliding_window - 1)
 
 
+def max_history(sliding_window: int) -> int:
+    """How many raw keys before its own row a query may see."""
+    return -window_first(0, sliding_window)
+
+
 def complete_windows(position: T, compress_ratio: int) -> T:
     """How many entries of its own document a token at `position` sees: one for each window that it or earlier ends."""
     return (position + 1) // compress_ratio
 
 
+class EntryRange(NamedTuple):
+    """Which slots queries see, and how many slots there are. Static; made by `of_rows` and `all`.
+
+    Attributes:
+        compress_ratio: m: a query sees the entries of its own document's complete windows; 0: every query sees all.
+        slots: C; None for S // m, the slots that S rows can fill.
+    """
+
+    compress_ratio: int
+    slots: int | None
+
+    @classmethod
+    def of_rows(cls, compress_ratio: int, slots: int | None = None) -> EntryRange:
+        """The entries of the query's document's windows that end at or before it.
+
+        Args:
+            compress_ratio: m.
+            slots: C, where the entries are those of a longer row: one that these rows continue.
+
+        Raises:
+            ValueError: `compress_ratio` below 1 or `slots` below 0.
+        """
+        ratio = as_int("compress_ratio", compress_ratio, 1)
+        return cls(ratio, None if slots is None else as_int("slots", slots, 0))
+
+    @classmethod
+    def all(cls, slots: int) -> EntryRange:
+        """Every one of `slots` entries, for every query: indices say which ones it uses.
+
+        Raises:
+            ValueError: `slots` below 0.
+        """
+        return cls(0, as_int("slots", slots, 0))
+
+    def bounds(self, start: Array, row: Array) -> tuple[Array, Array]:
+        """First slot seen and one past the last by the query at `row` of the document that begins at `start`.
+
+        [0, 0) on padding, whose `start` is beyond `row`.
+        """
+        if not self.compress_ratio:
+            return jnp.zeros_like(start), jnp.full_like(start, self.slots or 0)
+        first = jnp.where(start > row, 0, start // self.compress_ratio)
+        return first, first + complete_windows(row - start, self.compress_ratio)
+
+
 @checked_pytree
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Visibility:
     """What each query may look at: a range of raw rows and a range of entry slots.
 
@@ -65,60 +117,91 @@ class Visibility:
     A padding row has d = t + 1, so both ranges are empty. (DeepSeek-V4 technical report, arXiv 2606.19348, sections on
     causality and packed sequences; the entry that a window's last token completes is visible to that token.)
 
-    Where rows continue documents that began before them (`Documents.continuing`), d is negative: the raw keys have
-    `history` rows before the first query's own, and the entries are those of one document a row, from its first window
-    on, in `capacity` slots of which the query sees the first (p + 1) // m.
+    Where these rows are some of a longer row's (`Documents.first_row`), the same holds in the longer row's numbers: the
+    raw keys have `history` rows before the first query's own, and the entries are those of the longer row.
+
+    Args:
+        documents: where the documents begin.
+        sliding_window: W >= 1.
+        compress_ratio: m >= 1, or 0 where the layer has no entries: short for `EntryRange.of_rows(m)`.
+        entries: an `EntryRange`, in the place of `compress_ratio`.
+        history: raw keys before the first query's own.
 
     Attributes:
         documents: where the documents begin.
-        sliding_window: W >= 1.
-        compress_ratio: m >= 1, or 0 where the layer has no entries; with `capacity`, where every query sees every slot.
+        sliding_window: W.
+        entries: which slots queries see; None without entries.
         history: raw keys before the first query's own.
-        capacity: slots, where they are not those of these rows; None for S // m.
 
     Raises:
-        ValueError: `documents` that are none; `sliding_window` below 1 or `compress_ratio`, `history` or `capacity`
-            below 0; documents that continue without the history and the capacity they need.
+        ValueError: `documents` that are none; `sliding_window` below 1, `compress_ratio` or `history` below 0; rows of
+            a longer row without the history and the number of slots that they need.
     """
 
-    __no_type_check__ = True  # __post_init__ takes other integers too, and its errors say more
+    __no_type_check__ = True  # __init__ takes other integers too, and its errors say more
 
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
-    compress_ratio: int = dataclasses.field(default=0, metadata={"static": True})
-    history: int = dataclasses.field(default=0, metadata={"static": True})
-    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+    entries: EntryRange | None = dataclasses.field(
+        metadata={"static": True, "read": lambda fields: fields and EntryRange(*fields)}
+    )
+    history: int = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def continuing(
-        cls, documents: Documents, sliding_window: int, compress_ratio: int, capacity: int | None
-    ) -> Visibility:
-        """Of rows from `Documents.continuing`, with as much history as a sliding window reaches back."""
-        return cls(documents, sliding_window, compress_ratio, -window_first(0, sliding_window), capacity)
-
-    def __post_init__(self) -> None:
-        """Checks the fields; makes the numbers plain `int`."""
-        require_static_length("documents", as_documents("documents", self.documents).document_start)
-        for name, least in (("sliding_window", 1), ("compress_ratio", 0), ("history", 0), ("capacity", 0)):
-            value = getattr(self, name)
-            if name != "capacity" or value is not None:
-                object.__setattr__(self, name, as_int(name, value, least))
-        if self.documents.continues:
-            reach = -window_first(0, self.sliding_window)
-            if self.history < reach:
+    def __init__(
+        self,
+        documents: Documents,
+        sliding_window: int,
+        compress_ratio: int = 0,
+        *,
+        entries: EntryRange | None = None,
+        history: int = 0,
+    ) -> None:
+        require_static_length("documents", as_documents("documents", documents).document_start)
+        window, ratio = as_int("sliding_window", sliding_window, 1), as_int("compress_ratio", compress_ratio, 0)
+        if entries is not None and (ratio or not isinstance(entries, EntryRange)):
+            got = f"{described(entries)} and compress_ratio {ratio}" if ratio else described(entries)
+            raise ValueError(f"entries: expected an EntryRange, in the place of compress_ratio, got {got}")
+        if ratio:
+            entries = EntryRange.of_rows(ratio)
+        history = as_int("history", history, 0)
+        if documents.continues:
+            reach = max_history(window)
+            if history < reach:
                 raise ValueError(
                     f"history: expected the sliding_window - 1 = {reach} raw keys before documents that continue, "
-                    f"got {self.history}"
+                    f"got {history}"
                 )
-            if self.compress_ratio and self.capacity is None:
-                raise ValueError("capacity: expected the slots of documents that continue, got None")
+            if entries is not None and entries.slots is None:
+                raise ValueError("entries: expected the number of slots of documents that continue, got None")
+        for name, value in (("documents", documents), ("sliding_window", window), ("entries", entries)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "history", history)
+
+    @classmethod
+    def made(cls, documents: Documents, sliding_window: int, entries: EntryRange | None, history: int) -> Visibility:
+        """From parts that were checked where they were made."""
+        return unchecked(cls, documents=documents, sliding_window=sliding_window, entries=entries, history=history)
+
+    @classmethod
+    def continuing(cls, documents: Documents, sliding_window: int, entries: EntryRange | None = None) -> Visibility:
+        """Visibility for rows from `Documents.continuing`, with as much history as a sliding window reaches back.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        return cls(documents, sliding_window, entries=entries, history=max_history(sliding_window))
+
+    @property
+    def compress_ratio(self) -> int:
+        """m; 0 where the layer has no entries, or every query sees all."""
+        return 0 if self.entries is None else self.entries.compress_ratio
 
     @property
     def slots(self) -> int:
         """C, the number of entry slots; 0 without entries."""
-        if self.capacity is not None:
-            return self.capacity
-        return self.documents.shape[1] // self.compress_ratio if self.compress_ratio else 0
+        if self.entries is None:
+            return 0
+        return self.documents.shape[1] // self.compress_ratio if self.entries.slots is None else self.entries.slots
 
     @property
     def raw_keys(self) -> int:
@@ -128,17 +211,27 @@ class Visibility:
     @property
     def continues(self) -> bool:
         """Statically known: keys are not all of these rows."""
-        return self.documents.continues or self.history > 0 or self.capacity is not None
+        own_entries = self.entries is None or self.entries.slots is None
+        return self.documents.continues or self.history > 0 or not own_entries
+
+    def with_entries(self, entries: EntryRange) -> Visibility:
+        """The same rows and raw keys, with other entries."""
+        return Visibility.made(self.documents, self.sliding_window, entries, self.history)
+
+    @property
+    def ranges(self) -> TileRanges:
+        """`window_range` and `entry_range` together."""
+        return self._ranges(self.documents.document_start, 0)
 
     @property
     def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
         """int32 [B, S] twice: first raw key seen and one past the last, of `raw_keys`."""
-        return self._window_range(self.documents.document_start, 0)
+        return self.ranges[:2]
 
     @property
     def entry_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
         """int32 [B, S] twice: first slot seen and one past the last."""
-        return self._entry_range(self.documents.document_start, 0)
+        return self.ranges[2:]
 
     def tile(self, row: int | Int32[Array, ""], size: int) -> TileRanges:
         """The ranges of the queries at rows [row, row + size), for kernels that go tile by tile.
@@ -155,19 +248,17 @@ class Visibility:
             start = jnp.zeros((1, size), jnp.int32)
         else:
             start = jax.lax.dynamic_slice_in_dim(self.documents.document_start, row, size, axis=1)
-        return TileRanges(*self._window_range(start, row), *self._entry_range(start, row))
+        return self._ranges(start, row)
 
-    def _window_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
-        rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
-        first = window_first(rows, self.sliding_window)
-        return jnp.maximum(start, first) + self.history, rows + 1 + self.history
-
-    def _entry_range(self, start: Array, row: int | Array) -> tuple[Array, Array]:
-        if not self.compress_ratio:
-            return jnp.zeros_like(start), jnp.full_like(start, self.slots)
-        rows = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
-        first = start // self.compress_ratio if self.capacity is None else jnp.zeros_like(start)
-        return first, first + complete_windows(rows - start, self.compress_ratio)
+    def _ranges(self, start: Array, row: int | Array) -> TileRanges:
+        """Of queries [row, row + T), whose documents begin at `start`, [B or 1, T], in the longer row's numbers."""
+        own = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
+        before = self.documents.first_row
+        rows, first_key = (own, -self.history) if before is None else (before + own, before - self.history)
+        first = jnp.maximum(start, window_first(rows, self.sliding_window)) - first_key
+        none = jnp.zeros_like(start)
+        slots = (none, none) if self.entries is None else self.entries.bounds(start, rows)
+        return TileRanges(first, own + 1 + self.history, *slots)
 
     @property
     def window_counts(self) -> Int32[Array, "B S"]:
@@ -202,9 +293,13 @@ class Visibility:
         """bool [B, S, N], True where query (row) sees raw key (column). Quadratic: for tests, pictures, `dense`."""
         return _in_range(self.window_range, self.raw_keys)
 
-    def entry_mask(self) -> Bool[Array, "B S C"]:
-        """bool [B, S, C], True where query (row) sees entry (column). Quadratic: for tests, pictures, `dense`."""
-        return _in_range(self.entry_range, self.slots)
+    def entry_mask(self, indices: Int32[Array, "B S K"] | None = None) -> Bool[Array, "B S C"]:
+        """bool [B, S, C], True where query (row) sees entry (column) and, given indices, has selected it.
+
+        Quadratic: for tests, pictures, `dense`.
+        """
+        mask = _in_range(self.entry_range, self.slots)
+        return mask if indices is None else mask & membership(indices, self.slots)
 
     def dense(self) -> Bool[Array, "B S M"]:
         """bool [B, S, M], M = N + C: `window_mask` and `entry_mask` side by side."""
@@ -228,6 +323,15 @@ class Visibility:
         slots = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), slots)
         repeated = jnp.pad(slots[..., 1:] == slots[..., :-1], ((0, 0), (0, 0), (1, 0)))
         return jnp.where(repeated | (slots == none), -1, slots)
+
+
+def membership(indices: Int32[Array, "B T K"], slots: int) -> Bool[Array, "B T C"]:
+    """bool [B, T, slots]: which slots stand in the indices [B, T, K]; those that are no slot are none.
+
+    Mapped over batch and queries, not indexed by them: a sharded batch then stays where it is.
+    """
+    target = jnp.where((indices < 0) | (indices >= slots), slots, indices)  # one more column collects what is none
+    return jax.vmap(jax.vmap(lambda t: jnp.zeros(slots + 1, bool).at[t].set(True)))(target)[..., :slots]
 
 
 def as_visibility(value: object) -> Visibility:

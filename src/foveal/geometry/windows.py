@@ -50,18 +50,24 @@ class WindowLayout:
     def of(cls, documents: Documents, ratio: int) -> WindowLayout:
         """The windows of `ratio` tokens of `documents`; C = S // ratio slots, none for a row shorter than a window.
 
-        The window of slot c starts in [c m, c m + m - 1], so it always contains row c m + m - 1: the document of that
-        one row says which window the slot holds, and no search or scatter is needed. Two complete windows never share
-        a slot, since their starts are at least m rows apart.
-
         Raises:
-            ValueError: `ratio` below 1, documents that are none, or such as began before these rows.
+            ValueError: `ratio` below 1, documents that are none, or rows of a longer row.
         """
         ratio = as_int("ratio", ratio, 1)
         documents = as_documents("documents", documents)
         require_static_length("documents", documents.document_start)
         if documents.continues:
-            raise ValueError("documents: expected such as begin in these rows, got continuing ones")
+            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
+        return cls.made(documents, ratio)
+
+    @classmethod
+    def made(cls, documents: Documents, ratio: int) -> WindowLayout:
+        """`of`, for documents that were checked where they were made.
+
+        The window of slot c starts in [c m, c m + m - 1], so it always contains row c m + m - 1: the document of that
+        one row says which window the slot holds, and no search or scatter is needed. Two complete windows never share
+        a slot, since their starts are at least m rows apart.
+        """
         begins, length = documents.document_start, documents.shape[1]
         slots = length // ratio
         probe = jnp.arange(slots, dtype=jnp.int32)[None] * ratio + (ratio - 1)
@@ -110,6 +116,11 @@ class WindowLayout:
         ratio, size, history = as_int("ratio", ratio, 1), as_int("size", size, 0), as_int("history", history, 0)
         lengths, _ = as_lengths("lengths", lengths, None, fetch=False)
         counts, _ = as_lengths("counts", counts, lengths.shape[0], fetch=False)
+        return cls.completed(lengths, counts, size, ratio, history)
+
+    @classmethod
+    def completed(cls, lengths: Array, counts: Array, size: int, ratio: int, history: int) -> WindowLayout:
+        """`continuing`, for arguments that were checked."""
         window = (lengths // ratio)[:, None] + jnp.arange(-(-size // ratio), dtype=jnp.int32)[None]
         position = window * ratio
         valid = position + ratio <= (lengths + counts)[:, None]
@@ -170,16 +181,20 @@ class WindowLayout:
         Raises:
             ValueError: `rows` is not an array of as many rows as the layout has.
         """
-        rows = self._as_rows(rows)
-        batch, length, width = rows.shape
+        return self.gather_all(self._as_rows(rows), shift=shift)[0]
+
+    def gather_all(self, *arrays: Array, shift: int = 0) -> list[Array]:
+        """`gather` of several arrays, for rows that were checked."""
         if self.contiguous:
-            windows = rows[:, : self.slots * self.ratio].reshape(batch, self.slots, self.ratio, width)
-            return jnp.roll(windows, -shift, axis=1) if shift else windows
+            windows = [self._windows(rows[:, : self.slots * self.ratio]) for rows in arrays]
+            return [jnp.roll(rows, -shift, axis=1) for rows in windows] if shift else windows
         first = self.start + shift * self.ratio
         index = first[:, :, None] + jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
-        index = jnp.clip(index, 0, length - 1).reshape(batch, self.slots * self.ratio, 1)
-        taken = jnp.take_along_axis(rows, index, axis=1)
-        return taken.reshape(batch, self.slots, self.ratio, width)
+        index = jnp.clip(index, 0, self.rows - 1).reshape(first.shape[0], self.slots * self.ratio, 1)
+        return [self._windows(jnp.take_along_axis(rows, index, axis=1)) for rows in arrays]
+
+    def _windows(self, rows: Array) -> Array:
+        return rows.reshape(rows.shape[0], self.slots, self.ratio, rows.shape[2])
 
     def _as_rows(self, rows: Array) -> Array:
         return as_array("rows", rows, "B S F", (self.start.shape[0], self.rows), kind="values")

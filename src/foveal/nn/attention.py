@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -11,51 +12,54 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from foveal.backends.request import Backend
-from foveal.cache import AttentionCache
+from foveal.backends.operands import Backend, Operands
+from foveal.cache import AttentionCache, check_cache, counts_of
 from foveal.checks import as_array, as_bool, as_choice, described, require_static_length
-from foveal.config import AttentionConfig, LayerType, as_config, as_layer_type
-from foveal.geometry import Documents, Visibility, WindowLayout, as_documents
+from foveal.config import AttentionConfig, as_config
+from foveal.geometry import Documents, Visibility, as_documents
+from foveal.layers import LayerType, as_layer_type
 from foveal.meshes import any_mesh
 from foveal.nn.grouped_linear import GroupedLinear
-from foveal.nn.indexer import IndexedCompressor, compressor_of
+from foveal.nn.indexer import IndexedCompressor, compressor_of, index_queries
+from foveal.nn.memory import Cached, Fresh, Memory
 from foveal.nn.parameters import Numerics, as_rngs, linear, rms_norm, zeros_parameter
-from foveal.nn.serving import append_tokens
 from foveal.ops.core_attention import attend
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
-from foveal.ops.rope import RopeTable, apply_rope, rope_table
+from foveal.ops.indexing import best_entries
+from foveal.ops.output_projection import project_groups
+from foveal.ops.rope import RopeTable, rotate, table_for
 from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
 """The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
 
 
-class Projected(NamedTuple):
-    """Of some hidden states, whatever they attend to.
+class Scored(NamedTuple):
+    """What an indexer scores with: queries [B, S, I, J], heads' weights [B, S, I], index keys [B, C, J]."""
+
+    q: Array
+    weights: Array
+    keys: Array
+
+
+class Activations(NamedTuple):
+    """The arrays of one call, on the way to core attention.
 
     Attributes:
-        x: the hidden states, [B, S, E], zero on padding.
-        q_residual: the normed query latent, [B, S, L].
         q: queries, [B, S, H, D].
-        kv: raw keys, [B, S, D].
-        table: RoPE at their positions.
+        kv: raw keys, [B, N, D].
+        entries: [B, C, D]; C = 0 in a layer without.
+        scored: None where no indexer is asked.
+        indices: the selected slots, int32 [B, S, K]; None where all that are visible are attended to.
+        visibility: who sees what.
+        table: RoPE at the queries' positions.
     """
 
-    x: Array
-    q_residual: Array
     q: Array
     kv: Array
-    table: RopeTable
-
-
-class _Activations(NamedTuple):
-    """Of one call: q [B, S, H, D], kv [B, S, D], entries [B, C, D], the indexer's arrays, its choice; who sees what."""
-
-    q: Array
-    kv: Array
-    entries: Array | None
-    indexed: tuple[Array, Array, Array] | None
+    entries: Array
+    scored: Scored | None
     indices: Array | None
     visibility: Visibility
     table: RopeTable
@@ -100,6 +104,7 @@ class CompressedAttention(nnx.Module):
         config, rngs = as_config(config), as_rngs(rngs)
         self.config = config
         self.layer_type = _layer_type(config, layer_index, layer_type)
+        self.spec = config.layer(self.layer_type)
         numerics = Numerics(dtype, param_dtype, precision, config.initializer_range)
         self.dtype, self.precision = numerics.dtype, precision
         eps, heads, dim = config.rms_norm_eps, config.num_attention_heads, config.head_dim
@@ -113,7 +118,7 @@ class CompressedAttention(nnx.Module):
         self.kv_proj = linear(config.hidden_size, dim, ("embed", "kv"), numerics=numerics, rngs=rngs)
         self.kv_norm = rms_norm(dim, epsilon=eps, numerics=numerics, rngs=rngs)
         self.sinks = zeros_parameter((heads,), "heads")
-        self.compressor = compressor_of(config, self.layer_type, numerics, rngs)
+        self.compressor = compressor_of(config, self.spec, numerics, rngs)
         self.o_a_proj = GroupedLinear(
             heads // config.o_groups * dim, config.o_lora_rank, config.o_groups, numerics=numerics, rngs=rngs
         )
@@ -184,15 +189,15 @@ class CompressedAttention(nnx.Module):
         """
         as_choice("select", select, ("top_k", "all"))
         as_bool("return_indexer_loss", return_indexer_loss)
-        made = self._activations(x, segment_ids, documents, select, index=select == "top_k" or return_indexer_loss)
-        out, lse = self._attend(made, implementation)
-        result = self.output(out, made.table)
+        memory = Fresh(self.config, self.spec, self._documents(x, segment_ids, documents))
+        index = select == "top_k" or return_indexer_loss
+        result, lse, made = self._attend(x, memory, implementation, select=select, index=index)
         if not return_indexer_loss:
             return result
-        if made.indexed is None or made.entries is None:
+        if made.scored is None:
             return result, IndexerLoss(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
         return result, indexer_loss(
-            *made.indexed,
+            *made.scored,
             q=made.q,
             entries=made.entries,
             lse=lse,
@@ -228,10 +233,11 @@ class CompressedAttention(nnx.Module):
             ValueError: as a call does.
             NotImplementedError: the implementation cannot do this.
         """
-        made = self._activations(x, segment_ids, documents, "top_k", index=True)
-        if made.indices is None or made.entries is None:
+        memory = Fresh(self.config, self.spec, self._documents(x, segment_ids, documents))
+        made = self.activations(x, memory)
+        if made.indices is None:
             return IndexerRecall(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-        _, lse = self._attend(made._replace(indices=None), implementation)
+        _, lse = self._core(made._replace(indices=None), implementation)
         return indexer_recall(
             made.indices,
             q=made.q,
@@ -241,30 +247,6 @@ class CompressedAttention(nnx.Module):
             visibility=made.visibility,
             precision=self.precision,
         )
-
-    def _activations(
-        self, x: Array, segment_ids: Any, documents: Documents | None, select: str, *, index: bool
-    ) -> _Activations:
-        """All that attention takes; with `index` and in a CSA layer also what the indexer scores with."""
-        documents = self._documents(x, segment_ids, documents)
-        x, q_residual, q, kv, table = self.project(x, documents)
-        ratio = self.config.compress_ratio(self.layer_type)
-        visibility = Visibility(documents, self.config.sliding_window, ratio)
-
-        entries = indices = indexed = None
-        if self.compressor is not None:
-            layout = WindowLayout.of(documents, ratio)
-            # An entry has the angles of its window's first token, whose cosines need not be computed twice.
-            entry_table = RopeTable(*map(layout.at_start, table))
-            entries = checkpoint_name(self.compressor(x, layout, entry_table), "entries")
-            if isinstance(self.compressor, IndexedCompressor) and index:
-                # Nothing but its own loss teaches the indexer, and its loss nothing else.
-                indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
-                keys = checkpoint_name(indexer(x_in, layout, entry_table), "index_keys")
-                indexed = (*indexer.queries(x_in, q_in, table), keys)
-                if select == "top_k":
-                    indices = checkpoint_name(indexer.select(*indexed, visibility), "indices")
-        return _Activations(q, kv, entries, indexed, indices, visibility, table)
 
     def init_cache(self, batch: Size, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
         """An empty cache for this layer, to be given to `prefill` and `decode`.
@@ -316,7 +298,7 @@ class CompressedAttention(nnx.Module):
                 negative, above T, or more than the cache has room for.
             NotImplementedError: the implementation cannot do this.
         """
-        return append_tokens(self, cache, x, lengths, implementation)
+        return self._append(cache, x, lengths, implementation)
 
     @any_mesh(like="x", keep="cache")
     def decode(
@@ -334,47 +316,86 @@ class CompressedAttention(nnx.Module):
         index keys and the selected entries of a CSA layer. Under `jax.jit` it compiles once for a whole generation,
         and with the cache donated works in place. Arguments, results and errors are those of `prefill`.
         """
-        return append_tokens(self, cache, x, lengths, implementation)
+        return self._append(cache, x, lengths, implementation)
 
-    def check_hidden_states(self, x: Array) -> None:
+    def activations(
+        self, x: Float[Array, "B S E"], memory: Memory, *, select: str = "top_k", index: bool = True
+    ) -> Activations:
+        """All that core attention takes, and with `index` what a CSA layer's indexer scores with."""
+        x = x.astype(self.dtype)
+        if memory.documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
+            x = jnp.where(memory.documents.is_padding[:, :, None], 0.0, x)
+        config = self.config
+        table = table_for(memory.documents.positions, self.spec.rope, config.qk_rope_head_dim)
+        q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
+        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+        q = checkpoint_name(rotate(self.q_b_norm(q).astype(self.dtype), table), "q")
+        kv = checkpoint_name(rotate(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
+
+        entries, indices, scored = kv[:, :0], None, None
+        if self.compressor is not None:
+            entries = checkpoint_name(memory.entries(self.compressor, x), "entries")
+            if isinstance(self.compressor, IndexedCompressor) and index:
+                # Nothing but its own loss teaches the indexer, and its loss nothing else.
+                indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
+                keys = checkpoint_name(memory.index_keys(indexer, x_in), "index_keys")
+                scored = Scored(*index_queries(indexer, x_in, q_in, table), keys)
+                if select == "top_k":
+                    own = functools.partial(
+                        best_entries, *scored, memory.visibility, indexer.top_k, precision=self.precision
+                    )
+                    indices = checkpoint_name(memory.selection(own), "indices")
+        return Activations(q, memory.raw_keys(kv), entries, scored, indices, memory.visibility, table)
+
+    def _attend(
+        self,
+        x: Array,
+        memory: Memory,
+        implementation: str | Backend | None,
+        *,
+        select: str = "top_k",
+        index: bool = True,
+    ) -> tuple[Array, Array, Activations]:
+        """The one wiring: output [B, S, E], log-sum-exp [B, S, H], finite on padding, and what they are made of."""
+        made = self.activations(x, memory, select=select, index=index)
+        attended, lse = self._core(made, implementation)
+        rotated = checkpoint_name(rotate(attended, made.table, inverse=True), "attention")
+        grouped = project_groups(rotated, self.o_a_proj.kernel[...], self.precision)
+        return self.o_b_proj(grouped), lse, made
+
+    def _core(self, made: Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
+        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
+        operands = Operands(
+            made.q,
+            made.kv,
+            made.entries,
+            self.sinks[...],
+            made.visibility,
+            made.indices,
+            None,
+            self.config.head_dim**-0.5,
+            self.precision,
+        )
+        return attend(operands, implementation)
+
+    def _append(
+        self, cache: AttentionCache, x: Array, lengths: Any, implementation: str | Backend | None
+    ) -> tuple[Array, AttentionCache]:
+        """See `prefill`."""
+        self._check_hidden_states(x)
+        check_cache(cache, self.config, self.spec, x.shape[0], self.dtype)
+        memory = Cached(self.config, self.spec, cache, counts_of(cache, x, lengths), x.shape[1])
+        out, _, _ = self._attend(x, memory, implementation)
+        return out, memory.after()
+
+    def _check_hidden_states(self, x: Array) -> None:
         """Raises ValueError unless x is floats [B, S, E], and NotImplementedError for a symbolic S."""
         as_array("x", x, "B S E", (None, None, self.config.hidden_size))
         require_static_length("x", x)
 
-    def project(self, x: Array, documents: Documents) -> Projected:
-        """Queries and raw keys of hidden states [B, S, E] at the documents' positions."""
-        x = x.astype(self.dtype)
-        if documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
-            x = jnp.where(documents.is_padding[:, :, None], 0.0, x)
-        config = self.config
-        table = rope_table(documents.positions, config.rope_for(self.layer_type), config.qk_rope_head_dim)
-        q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
-        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
-        q = checkpoint_name(apply_rope(self.q_b_norm(q).astype(self.dtype), table), "q")
-        kv = checkpoint_name(apply_rope(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
-        return Projected(x, q_residual, q, kv, table)
-
-    def output(self, attended: Array, table: RopeTable) -> Float[Array, "B S E"]:
-        """Hidden states of what core attention returns, [B, S, H, D], at the table's positions."""
-        rotated = checkpoint_name(apply_rope(attended, table, inverse=True), "attention")
-        return self.o_b_proj(self.o_a_proj(rotated))
-
-    def _attend(self, made: _Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
-        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
-        return attend(
-            made.q,
-            made.kv,
-            made.entries,
-            visibility=made.visibility,
-            indices=made.indices,
-            sinks=self.sinks[...],
-            precision=self.precision,
-            implementation=implementation,
-        )
-
     def _documents(self, x: Array, segment_ids: Any, documents: Documents | None) -> Documents:
         """Checks the call's arguments and says where documents begin."""
-        self.check_hidden_states(x)
+        self._check_hidden_states(x)
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from flax import nnx
 
 from foveal.checks import as_array
-from foveal.config import AttentionConfig, LayerType, as_config
+from foveal.config import AttentionConfig, as_config
 from foveal.geometry import Visibility
+from foveal.layers import LayerSpec, LayerType
 from foveal.meshes import any_mesh
 from foveal.nn.compressor import Compressor
 from foveal.nn.parameters import Numerics, linear
 from foveal.ops.indexing import select_entries
-from foveal.ops.rope import RopeTable, apply_rope
+from foveal.ops.rope import RopeTable, as_table, rotate
 from foveal.typing import Array, Float, Float32, Int32
 
 
@@ -46,11 +47,12 @@ class LightningIndexer(Compressor):
 
     def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
         config = as_config(config)
+        layer = config.layer(LayerType.CSA)
         super().__init__(
             config.hidden_size,
             config.index_head_dim,
-            ratio=config.csa_ratio,
-            overlap=True,
+            ratio=layer.compress_ratio,
+            overlap=layer.overlap,
             epsilon=config.rms_norm_eps,
             numerics=numerics,
             rngs=rngs,
@@ -81,8 +83,7 @@ class LightningIndexer(Compressor):
         """
         x = as_array("x", x, "B S E", (None, None, self.kv_proj.in_features))
         q_residual = as_array("q_residual", q_residual, "B S L", (*x.shape[:2], self.q_b_proj.in_features))
-        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return apply_rope(q, table), self.scorer(x)
+        return index_queries(self, x, q_residual, as_table(table))
 
     @any_mesh(like="q", dims=2)
     def select(
@@ -96,36 +97,31 @@ class LightningIndexer(Compressor):
         return select_entries(q, weights, keys, visibility=visibility, top_k=self.top_k, precision=self.precision)
 
 
+def index_queries(indexer: LightningIndexer, x: Array, q_residual: Array, table: RopeTable) -> tuple[Array, Array]:
+    """`LightningIndexer.queries`, for arguments that were checked."""
+    q = indexer.q_b_proj(q_residual).reshape(*x.shape[:2], indexer.heads, indexer.head_dim)
+    return rotate(q, table), indexer.scorer(x)
+
+
 class IndexedCompressor(Compressor):
     """CSA's compressor, which owns the indexer, as in transformers' module tree."""
 
-    def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
-        super().__init__(
-            config.hidden_size,
-            config.head_dim,
-            ratio=config.csa_ratio,
-            overlap=True,
-            epsilon=config.rms_norm_eps,
-            numerics=numerics,
-            rngs=rngs,
-        )
-        self.indexer = LightningIndexer(config, numerics=numerics, rngs=rngs)
+    indexer: LightningIndexer
 
 
-def compressor_of(
-    config: AttentionConfig, layer_type: LayerType, numerics: Numerics, rngs: nnx.Rngs
-) -> Compressor | None:
-    """The compressor that a layer type has: none, one with an indexer, or a plain one."""
-    if layer_type is LayerType.SLIDING:
+def compressor_of(config: AttentionConfig, layer: LayerSpec, numerics: Numerics, rngs: nnx.Rngs) -> Compressor | None:
+    """The compressor that a layer has: none, one with an indexer, or a plain one."""
+    if not layer.has_entries:
         return None
-    if layer_type is LayerType.CSA:
-        return IndexedCompressor(config, numerics=numerics, rngs=rngs)
-    return Compressor(
+    compressor = (IndexedCompressor if layer.has_indexer else Compressor)(
         config.hidden_size,
         config.head_dim,
-        ratio=config.hca_ratio,
-        overlap=False,
+        ratio=layer.compress_ratio,
+        overlap=layer.overlap,
         epsilon=config.rms_norm_eps,
         numerics=numerics,
         rngs=rngs,
     )
+    if isinstance(compressor, IndexedCompressor):
+        compressor.indexer = LightningIndexer(config, numerics=numerics, rngs=rngs)
+    return compressor

@@ -8,11 +8,11 @@ from typing import Literal, overload
 import jax.numpy as jnp
 
 from foveal.backends import registry
-from foveal.backends.planned import planned
+from foveal.backends.operands import Backend, Operands
+from foveal.program import planned
 from foveal.backends.registry import Explanation
-from foveal.backends.request import AttentionRequest, Backend
 from foveal.checks import as_array, as_bool, as_indices, as_precision, as_scale, same_dtype
-from foveal.geometry import Visibility, as_visibility
+from foveal.geometry import EntryRange, Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Float, Int, Precision
 
@@ -99,43 +99,27 @@ def core_attention(
         NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
     """
     as_bool("return_lse", return_lse)
-    out, lse = attend(
-        q,
-        kv,
-        entries,
-        visibility=visibility,
-        indices=indices,
-        sinks=sinks,
-        scale=scale,
-        precision=precision,
-        implementation=implementation,
-    )
+    operands = _checked(q, kv, entries, visibility, indices, sinks, scale, precision)
+    if operands.indices is not None:
+        operands = dataclasses.replace(operands, indices=visibility.seen_slots(operands.indices))
+    out, lse = attend(operands, implementation)
     if not return_lse:
         return out
     return out, jnp.where(visibility.documents.is_padding[:, :, None], -jnp.inf, lse)
 
 
 def attend(
-    q: Float[Array, "B S H D"],
-    kv: Float[Array, "B N D"],
-    entries: Float[Array, "B C D"] | None = None,
-    *,
-    visibility: Visibility,
-    indices: Int[Array, "B S K"] | None = None,
-    sinks: Float[Array, " H"] | None = None,
-    scale: float | int | None = None,
-    precision: Precision = None,
-    implementation: str | Backend | None = None,
+    operands: Operands, implementation: str | Backend | None
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
-    """Output and log-sum-exp of `core_attention`, for the layers: finite where nothing is visible, which is in padding.
+    """Output and log-sum-exp of `core_attention`, for operands that were checked: choose, prepare, run.
 
-    An infinity that a user did not ask for would end a run under `jax_debug_infs`.
+    The log-sum-exp is finite where nothing is visible, which is in padding: an infinity that a user did not ask for
+    would end a run under `jax_debug_infs`.
     """
-    request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
-    backend = registry.choose(request, implementation)
+    backend = registry.choose(operands, implementation)
     if implementation is None:  # the platform has chosen
-        request = dataclasses.replace(request, q=planned(request.q))
-    return backend(_isolate_non_finite(_taken_out(_canonical(request))))
+        operands = dataclasses.replace(operands, q=planned(operands.q))
+    return backend(_prepared(operands))
 
 
 def explain(
@@ -157,11 +141,11 @@ def explain(
     Raises:
         ValueError: as `core_attention`.
     """
-    request = _request(q, kv, entries, visibility, indices, sinks, scale, precision)
-    return registry.explain(request, implementation)
+    operands = _checked(q, kv, entries, visibility, indices, sinks, scale, precision)
+    return registry.explain(operands, implementation)
 
 
-def _request(
+def _checked(
     q: Array,
     kv: Array,
     entries: Array | None,
@@ -170,7 +154,7 @@ def _request(
     sinks: Array | None,
     scale: float | int | None,
     precision: Precision,
-) -> AttentionRequest:
+) -> Operands:
     """Checks a call and fills in its defaults; of values only those of concrete documents."""
     visibility = as_visibility(visibility)
     q = as_array("q", q, "B S H D", visibility.documents.shape)
@@ -186,66 +170,66 @@ def _request(
         indices = as_indices("indices", indices, (batch, length))
     if sinks is not None:
         sinks = as_array("sinks", sinks, "H", (heads,))
+    if entries is None:
+        entries = jnp.zeros((batch, 0, dim), kv.dtype)
     scale, precision = as_scale(scale, dim), as_precision(precision)
-    if visibility.slots == 0:
-        entries = indices = None
-    return AttentionRequest(q, kv, entries, visibility, indices, sinks, scale, precision)
+    return Operands(q, kv, entries, sinks, visibility, indices, None, scale, precision)
 
 
-def _canonical(request: AttentionRequest) -> AttentionRequest:
-    """Sinks in the accumulation dtype, and indices as backends want them."""
-    indices, sinks = request.indices, request.sinks
-    if indices is not None:
-        indices = request.visibility.seen_slots(indices)
-    if sinks is not None:
-        sinks = sinks.astype(request.accumulation_dtype)
-    return dataclasses.replace(request, indices=indices, sinks=sinks)
+def _prepared(operands: Operands) -> Operands:
+    """As backends want them: indices only of entries, sinks in the accumulation dtype, keys all finite."""
+    if operands.sinks is not None:
+        operands = dataclasses.replace(operands, sinks=operands.sinks.astype(operands.accumulation_dtype))
+    if not operands.slots:
+        operands = dataclasses.replace(operands, indices=None)
+    return _isolate_non_finite(_gather_selected(operands))
 
 
-def _taken_out(request: AttentionRequest) -> AttentionRequest:
+def _gather_selected(operands: Operands) -> Operands:
     """The call on its selected entries alone, where few queries select from many: a token that is decoded.
 
     Everything after this looks at all entries, if only to see whether they are finite.
     """
-    indices, entries, visibility = request.indices, request.entries, request.visibility
-    if indices is None or entries is None or indices.shape[1] * indices.shape[2] >= entries.shape[1]:
-        return request
+    indices, entries = operands.indices, operands.entries
+    if indices is None or indices.shape[1] * indices.shape[2] >= entries.shape[1]:
+        return operands
     batch, length, count = indices.shape
     slots = jnp.maximum(indices, 0).reshape(batch, length * count, 1)
     place = jnp.arange(length * count, dtype=jnp.int32).reshape(1, length, count)
+    visibility = operands.visibility
     return dataclasses.replace(
-        request,
+        operands,
         entries=jnp.take_along_axis(entries, slots, axis=1, mode="promise_in_bounds"),
         indices=jnp.where(indices >= 0, place, -1),
-        # The indices alone say who sees which: `_canonical` has left none that its query does not see.
-        visibility=dataclasses.replace(visibility, compress_ratio=0, capacity=length * count),
+        # The indices alone say who sees which: none is one that its query does not see.
+        visibility=visibility.with_entries(EntryRange.all(length * count)),
     )
 
 
-def _isolate_non_finite(request: AttentionRequest) -> AttentionRequest:
+def _isolate_non_finite(operands: Operands) -> Operands:
     """The call with non-finite keys replaced by zeros, and `tainted` saying which queries see one of those.
 
     A matmul spreads one NaN over all its rows, since 0 * NaN is NaN, also in its gradients: so keys are cleaned
     before any implementation sees them. The cost is a pass over keys that all heads share.
     """
-    visibility, indices, entries = request.visibility, request.indices, request.entries
-    kv_bad = ~jnp.isfinite(request.kv).all(axis=-1)
-    tainted = _any_in_range(kv_bad, visibility.window_range)
-    if entries is not None:
+    indices, entries, ranges = operands.indices, operands.entries, operands.visibility.ranges
+    kv_bad = ~jnp.isfinite(operands.kv).all(axis=-1)
+    tainted = _any_in_range(kv_bad, ranges.window_first, ranges.window_end)
+    if operands.slots:
         bad = ~jnp.isfinite(entries).all(axis=-1)
         if indices is None:
-            tainted |= _any_in_range(bad, visibility.entry_range)
+            tainted |= _any_in_range(bad, ranges.entry_first, ranges.entry_end)
         else:
             batch, length, count = indices.shape
             slot = jnp.maximum(indices, 0).reshape(batch, length * count)
             selected_bad = jnp.take_along_axis(bad, slot, axis=1).reshape(batch, length, count)
             tainted |= (selected_bad & (indices >= 0)).any(axis=-1)
         entries = jnp.where(bad[:, :, None], 0.0, entries)
-    kv = jnp.where(kv_bad[:, :, None], 0.0, request.kv)
-    return dataclasses.replace(request, kv=kv, entries=entries, tainted=tainted)
+    kv = jnp.where(kv_bad[:, :, None], 0.0, operands.kv)
+    return dataclasses.replace(operands, kv=kv, entries=entries, tainted=tainted)
 
 
-def _any_in_range(flags: Bool[Array, "B N"], bounds: tuple[Array, Array]) -> Bool[Array, "B S"]:
+def _any_in_range(flags: Bool[Array, "B N"], *bounds: Array) -> Bool[Array, "B S"]:
     """Whether any flag in [first, end) is set, from running counts."""
     before = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     first, end = (jnp.take_along_axis(before, bound, axis=1) for bound in bounds)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.once import first_only, reverse_only
-from foveal.backends.planned import planned
-from foveal.backends.program import varying
+from foveal.program import planned
+from foveal.program import varying
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh

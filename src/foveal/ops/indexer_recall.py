@@ -7,11 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.planned import planned
-from foveal.backends.program import per_row, varying
-from foveal.backends.request import membership
+from foveal.program import planned
+from foveal.program import per_row, varying
 from foveal.checks import as_indices, as_precision, as_scale
-from foveal.geometry import Visibility, as_visibility
+from foveal.geometry import Visibility, as_visibility, membership
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank

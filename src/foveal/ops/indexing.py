@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.backends.planned import planned
-from foveal.backends.program import per_row, platform, varying
+from foveal.program import planned
+from foveal.program import per_row, platform, varying
 from foveal.checks import as_array, as_int, as_precision
 from foveal.geometry import TileRanges, Visibility, as_visibility
 from foveal.meshes import any_mesh
@@ -63,11 +63,25 @@ def select_entries(
     """
     visibility = as_visibility(visibility)
     q = as_array("q", q, "B S I J", visibility.documents.shape)
-    batch, length, heads, dim = q.shape
-    weights = as_array("weights", weights, "B S I", (batch, length, heads))
-    keys = as_array("keys", keys, "B C J", (batch, visibility.slots, dim))
+    weights = as_array("weights", weights, "B S I", q.shape[:3])
+    keys = as_array("keys", keys, "B C J", (q.shape[0], visibility.slots, q.shape[3]))
     top_k, precision = as_int("top_k", top_k, 1), as_precision(precision)
     block_size = None if block_size is None else as_int("block_size", block_size, 1)
+    return best_entries(q, weights, keys, visibility, top_k, block_size=block_size, precision=precision)
+
+
+def best_entries(
+    q: Array,
+    weights: Array,
+    keys: Array,
+    visibility: Visibility,
+    top_k: int,
+    *,
+    block_size: int | None = None,
+    precision: Precision = None,
+) -> Array:
+    """`select_entries`, for arguments that were checked."""
+    batch, length, heads, _ = q.shape
     slots = keys.shape[1]
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:

@@ -32,10 +32,17 @@ def grouped_projection(
     """
     x, kernel = as_array("x", x, "B S H D"), as_array("kernel", kernel, "G N L")
     precision = as_precision(precision)
-    batch, length, heads, dim = x.shape
-    groups, width, latent = kernel.shape
+    heads, dim = x.shape[2:]
+    groups, width, _ = kernel.shape
     if not groups or heads % groups or width * groups != heads * dim:
         raise ValueError(f"kernel: expected [G, H * D / G, L] for x of shape {x.shape}, got shape {kernel.shape}")
+    return project_groups(x, kernel, precision)
+
+
+def project_groups(x: Array, kernel: Array, precision: Precision) -> Array:
+    """`grouped_projection`, for arguments that were checked."""
+    batch, length = x.shape[:2]
+    groups, width, latent = kernel.shape
     grouped = x.reshape(batch, length, groups, width)
     projected = jnp.einsum("bsgn,gnl->bsgl", grouped, kernel.astype(x.dtype), precision=precision)
     return projected.reshape(batch, length, groups * latent)

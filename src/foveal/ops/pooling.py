@@ -10,6 +10,8 @@ from foveal.geometry import WindowLayout, as_layout
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Float, Float32, lowest
 
+_LOWEST = lowest(jnp.float32)
+
 
 @any_mesh(like="kv", dims=1)
 def pool_windows(
@@ -49,6 +51,11 @@ def pool_windows(
     position_bias = as_array("position_bias", position_bias, "m F", (layout.ratio, kv.shape[2]))
     if overlap and kv.shape[2] % 2:
         raise ValueError(f"kv: expected an even width where windows overlap, got shape {kv.shape}")
+    return pool(kv, gate, position_bias, layout, overlap=overlap)
+
+
+def pool(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, overlap: bool) -> Array:
+    """`pool_windows`, for arguments that were checked."""
     width = kv.shape[-1] // 2 if overlap else kv.shape[-1]
     current = slice(kv.shape[-1] - width, None)
     parts = [(current, 0, None if layout.complete else layout.valid)]
@@ -57,13 +64,13 @@ def pool_windows(
 
     values, logits = [], []
     for half, shift, present in parts:
-        value = layout.gather(kv[..., half], shift=shift).astype(jnp.float32)
-        logit = layout.gather(gate[..., half], shift=shift).astype(jnp.float32)
+        value, logit = layout.gather_all(kv[..., half], gate[..., half], shift=shift)
+        value, logit = value.astype(jnp.float32), logit.astype(jnp.float32)
         logit = logit + position_bias[:, half].astype(jnp.float32)[None, None]
         if present is not None:  # absent rows are replaced before use, so that 0 x NaN never arises, forward or back
             present = present[:, :, None, None]
             value = jnp.where(present, value, 0.0)
-            logit = jnp.where(present, logit, lowest(logit.dtype))
+            logit = jnp.where(present, logit, _LOWEST)
         values.append(value)
         logits.append(logit)
     pooled = _softmax_weighted_sum(jnp.concatenate(values, axis=2), jnp.concatenate(logits, axis=2))
@@ -73,6 +80,6 @@ def pool_windows(
 def _softmax_weighted_sum(value: Array, logit: Array) -> Array:
     """sum_j softmax_j(logit) * value over axis 2; 0 where every logit is `lowest` or -inf."""
     peak = jax.lax.stop_gradient(jnp.max(logit, axis=2, keepdims=True))
-    weight = jnp.exp(logit - jnp.where(peak <= lowest(peak.dtype), 0.0, peak))
+    weight = jnp.exp(logit - jnp.where(peak <= _LOWEST, 0.0, peak))
     total = jnp.sum(weight, axis=2)
     return jnp.sum(weight * value, axis=2) / jnp.where(total == 0.0, 1.0, total)

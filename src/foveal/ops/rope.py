@@ -13,9 +13,9 @@ import numpy as np
 
 from foveal.backends.once import reverse_only
 from foveal.checks import as_array, as_bool, as_int, as_integers, described
-from foveal.config import RopeConfig, YarnConfig
+from foveal.layers import RopeConfig, YarnConfig
 from foveal.meshes import any_mesh
-from foveal.typing import Array, Float, Float32, Int
+from foveal.typing import Array, Float, Float32, Int, Int32
 
 
 class RopeTable(NamedTuple):
@@ -43,6 +43,10 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     rope_dim = as_int("rope_dim", rope_dim, 2)
     if rope_dim % 2:
         raise ValueError(f"rope_dim: expected an even int, got {rope_dim}")
+    return _frequencies(rope, rope_dim)
+
+
+def _frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
     # float32 powers differ by an ulp between libraries; rounding the float64 power once is the one everybody is near.
     frequency = np.float32(1) / np.power(rope.theta, exponent.astype(np.float64)).astype(np.float32)
@@ -73,9 +77,15 @@ def rope_table(
     Raises:
         ValueError: positions that are not integers [B, T], or as `rope_frequencies`.
     """
-    frequency = jnp.asarray(rope_frequencies(rope, rope_dim))
     position, _ = as_integers("positions", positions, ndims=(2,), fetch=False)
-    angle = position.astype(jnp.float32)[:, :, None] * frequency[None, None]
+    rope_frequencies(rope, rope_dim)  # checks them
+    return table_for(position, rope, rope_dim)
+
+
+def table_for(position: Int32[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
+    """`rope_table`, for arguments that were checked."""
+    frequency = _frequencies(rope, rope_dim)
+    angle = position.astype(jnp.float32)[:, :, None] * jnp.asarray(frequency)[None, None]
     return RopeTable(jnp.cos(angle), jnp.sin(angle))
 
 
@@ -95,17 +105,23 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
     Raises:
         ValueError: x has other positions than the table, or is narrower than R.
     """
-    table, inverse = _as_table(table), as_bool("inverse", inverse)
+    table, inverse = as_table(table), as_bool("inverse", inverse)
     x, rope_dim = as_array("x", x, "B T *", table.cos.shape[:2]), 2 * table.cos.shape[-1]
     if x.ndim < 3 or x.shape[-1] < rope_dim:
         raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim}, as the table, got shape {x.shape}")
+    return rotate(x, table, inverse=inverse)
+
+
+def rotate(x: Array, table: RopeTable, *, inverse: bool = False) -> Array:
+    """`apply_rope`, for arguments that were checked."""
     return _rotated(inverse, reverse_only(_REVERSE, x), table)
 
 
 _REVERSE = "apply_rope has derivatives in reverse mode, of any order: jax.grad of jax.grad, not jax.jvp or jax.hessian"
 
 
-def _as_table(table: object) -> RopeTable:
+def as_table(table: object) -> RopeTable:
+    """A table, or a ValueError."""
     if not (isinstance(table, tuple) and len(table) == 2):
         raise ValueError(f"table: expected a RopeTable, got {described(table)}")
     cos = as_array("table.cos", table[0], "B T P")

@@ -118,7 +118,7 @@ def _layer_tensors(
 def _rows(config: AttentionConfig, layer: int, seed: int) -> Iterator[tuple[Row, np.ndarray]]:
     layer_type = config.layer_type(layer)
     params = random_params(config, layer_type, seed=1000 * seed + layer)
-    return ((row, params[row.path]) for row in rows_of(layer_type))
+    return ((row, params[row.path]) for row in rows_of(config.layer(layer_type)))
 
 
 def _stored(row: Row, value: np.ndarray, weights: str, scales: str) -> tuple[np.ndarray, ...]:

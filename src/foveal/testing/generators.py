@@ -8,7 +8,8 @@ no scale or bias is left at the neutral value of its initialisation.
 import numpy as np
 from numpy.typing import DTypeLike
 
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerSpec, LayerType
 
 
 def _kernel(rng: np.random.Generator, *shape: int, gain: float = 1.0) -> np.ndarray:
@@ -21,12 +22,13 @@ def _scale(rng: np.random.Generator, size: int, centre: float = 1.0) -> np.ndarr
 
 
 def _compressor(
-    rng: np.random.Generator, prefix: str, config: AttentionConfig, ratio: int, dim: int, width: int
+    rng: np.random.Generator, prefix: str, config: AttentionConfig, layer: LayerSpec, dim: int
 ) -> dict[str, np.ndarray]:
+    width = layer.projected(dim)
     return {
         f"{prefix}.kv_proj.kernel": _kernel(rng, config.hidden_size, width),
         f"{prefix}.gate_proj.kernel": _kernel(rng, config.hidden_size, width),
-        f"{prefix}.position_bias": rng.normal(size=(ratio, width)),
+        f"{prefix}.position_bias": rng.normal(size=(layer.compress_ratio, width)),
         f"{prefix}.kv_norm.scale": _scale(rng, dim, centre=1.5),
     }
 
@@ -64,12 +66,12 @@ def random_params(
         "o_a_proj.kernel": _kernel(rng, config.o_groups, group_in, config.o_lora_rank, gain=1.4),
         "o_b_proj.kernel": _kernel(rng, config.o_groups * config.o_lora_rank, hidden),
     }
-    if layer_type == LayerType.HCA:
-        params |= _compressor(rng, "compressor", config, config.hca_ratio, dim, dim)
-    if layer_type == LayerType.CSA:
+    layer = config.layer(layer_type)
+    if layer.has_entries:
+        params |= _compressor(rng, "compressor", config, layer, dim)
+    if layer.has_indexer:
         index_heads, index_dim = config.index_n_heads, config.index_head_dim
-        params |= _compressor(rng, "compressor", config, config.csa_ratio, dim, 2 * dim)
-        params |= _compressor(rng, "compressor.indexer", config, config.csa_ratio, index_dim, 2 * index_dim)
+        params |= _compressor(rng, "compressor.indexer", config, layer, index_dim)
         params["compressor.indexer.q_b_proj.kernel"] = _kernel(rng, rank, index_heads * index_dim)
         params["compressor.indexer.scorer.weights_proj.kernel"] = _kernel(rng, hidden, index_heads)
     wide = np.promote_types(dtype, np.float32)

@@ -21,7 +21,8 @@ from transformers.models.deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from foveal.checkpoint.files import CONFIG, CheckpointFiles, read_json
-from foveal.config import AttentionConfig, LayerType
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType
 
 _BLOCK = 128
 

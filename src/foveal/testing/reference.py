@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from foveal.config import AttentionConfig, LayerType, RopeConfig
+from foveal.config import AttentionConfig
+from foveal.layers import LayerType, RopeConfig
 
 Params = Mapping[str, ArrayLike]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,11 +12,10 @@ import jax.numpy as jnp
 from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
-from foveal.backends.chunked.tiles import Operands
 from foveal.backends.once import first_only, reverse_only
-from foveal.backends.planned import planned
-from foveal.backends.program import row_major, varying
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.operands import Backend, Operands
+from foveal.program import planned
+from foveal.program import row_major, varying
 from foveal.typing import Array
 
 _ONCE = "'chunked' is once differentiable, in reverse mode; use implementation='dense'"
@@ -27,24 +27,22 @@ class Chunked(Backend):
     name = "chunked"
     quadratic = False
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         """It can do everything."""
-        del request
+        del operands
         return None
 
-    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+    def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """See `Backend`."""
-        q, kv = request.q, request.kv
+        q = operands.q
         if q.size == 0:
-            wide = request.accumulation_dtype
-            return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], wide)
-        entries = kv[:, :0] if request.entries is None else request.entries
+            return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], operands.accumulation_dtype)
+        plan = Plan.of(operands)
         # Tiles are whole rows, and the backward pass takes the same queries again.
-        operands = Operands(
-            row_major(planned(q)), kv, entries, request.sinks, request.visibility, request.indices, request.tainted
-        )
+        arrays, structure = jax.tree.flatten(dataclasses.replace(operands, q=row_major(planned(q))))
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
-        return _attention(Plan.of(request), reverse_only(_ONCE, varying(operands, operands)))
+        arrays = reverse_only(_ONCE, varying(arrays, arrays))
+        return _attention(plan, jax.tree.unflatten(structure, arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,14 +63,15 @@ def _backward_rule(
     narrow = operands.kv.dtype
     nothing: Any = None  # for all of an argument, integers here, that has no gradient
     return (
-        Operands(
-            grads.q,
-            grads.kv.astype(narrow),
-            grads.entries.astype(narrow),
-            grads.sinks,
-            nothing,
-            nothing,
-            nothing,
+        dataclasses.replace(
+            operands,
+            q=grads.q,
+            kv=grads.kv.astype(narrow),
+            entries=grads.entries.astype(narrow),
+            sinks=grads.sinks,
+            visibility=nothing,
+            indices=nothing,
+            tainted=nothing,
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -13,7 +14,6 @@ from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Operands,
     Part,
     Sources,
     Tile,
@@ -29,7 +29,8 @@ from foveal.backends.chunked.tiles import (
     window_columns,
     window_start,
 )
-from foveal.backends.program import varying
+from foveal.backends.operands import Operands, silent
+from foveal.program import varying
 from foveal.backends.sinks import RowGradients, row_gradients
 from foveal.typing import Array, lowest
 
@@ -72,8 +73,8 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
     """Gradients of q, kv, entries and sinks."""
     wide = lse.dtype
     sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
-    q, kv, entries, sinks = operands[:4]
-    operands = operands._replace(q=stored(plan, q))
+    q, kv, entries, sinks = operands.q, operands.kv, operands.entries, operands.sinks
+    operands = dataclasses.replace(operands, q=stored(plan, q))
     out, d_out = stored(plan, out), stored(plan, d_out)
 
     def step(i: Array, grads: Gradients) -> Gradients:
@@ -95,7 +96,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         jnp.zeros(entries.shape, wide),
         None if sinks is None else jnp.zeros(sinks.shape, wide),
     )
-    start = varying(start, (operands, d_out, d_lse))
+    start = varying(start, (q, d_out, d_lse))
     grads = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
     return grads._replace(q=restored(grads.q))
 
@@ -105,16 +106,13 @@ def _rows(
 ) -> tuple[RowGradients, _Rows]:
     wide = lse.dtype
     d_out_rows, lse_rows, d_lse_rows = tile.take(d_out), tile.take(lse), tile.take(d_lse)
-    # Queries that give no gradient: they saw nothing, or something not finite.
-    silent = tile.is_padding[..., None] | ~jnp.isfinite(lse_rows)
-    if operands.tainted is not None:
-        silent = silent | tile.take(operands.tainted)[..., None]
+    quiet = silent(lse_rows, tile.is_padding[..., None])
     inner = _row_sums(d_out_rows.astype(wide) * tile.take(out).astype(wide))
     sinks = None if operands.sinks is None else operands.sinks[None, None]
-    of_rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, silent)
+    of_rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, quiet)
     q = tile.take(operands.q)
     q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
-    d_out_rows = jnp.where(silent[..., None], 0.0, d_out_rows)
+    d_out_rows = jnp.where(quiet[..., None], 0.0, d_out_rows)
     return of_rows, _Rows(q, d_out_rows, of_rows.share, of_rows.lse, of_rows.offset)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,7 +12,6 @@ from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Operands,
     Part,
     Sources,
     Tile,
@@ -25,7 +25,8 @@ from foveal.backends.chunked.tiles import (
     tile_count,
     window_columns,
 )
-from foveal.backends.program import varying
+from foveal.backends.operands import Operands, settled
+from foveal.program import varying
 from foveal.backends.sinks import share_of_keys
 from foveal.typing import Array, accumulation_dtype, lowest
 
@@ -44,7 +45,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     wide = accumulation_dtype(q.dtype)
 
     sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
-    operands = operands._replace(q=stored(plan, q))
+    operands = dataclasses.replace(operands, q=stored(plan, q))
 
     def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tile_at(plan, operands, i)
@@ -52,16 +53,16 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         # A weight of one is among the keys of a query that sees any, unless infinity in the query left none.
         seen = state.total != 0.0  # true for NaN, which must show
         total = jnp.where(seen, state.total, 1.0)
-        nothing = jnp.where(tile.is_padding, 0.0, jnp.nan)
-        lse = jnp.where(seen, state.peak + jnp.log(total), nothing[..., None].astype(wide))
-        factor = jnp.where(jnp.isnan(lse), jnp.nan, share_of_keys(lse, operands.sinks) / total)
+        lse = state.peak + jnp.log(total)
+        lost = ~seen | jnp.isnan(lse)
         if operands.tainted is not None:
-            tainted = tile.take(operands.tainted)[..., None]
-            factor, lse = jnp.where(tainted, jnp.nan, factor), jnp.where(tainted, jnp.nan, lse)
-        return tile.put(carry[0], state.values * factor[..., None]), tile.put(carry[1], lse)
+            lost = lost | tile.take(operands.tainted)[..., None]
+        share = share_of_keys(jnp.where(lost, 0.0, lse), operands.sinks)
+        out, lse = settled(state.values * (share / total)[..., None], lse, tile.is_padding[..., None], lost)
+        return tile.put(carry[0], out), tile.put(carry[1], lse)
 
     start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], wide)
-    start = varying(start, operands)
+    start = varying(start, q)
     out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
     return restored(out), lse
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import jax
 
-from foveal.backends.request import AttentionRequest
+from foveal.backends.operands import Operands
+from foveal.program import platform
 from foveal.typing import Precision
 
 _ROWS = 256
@@ -53,39 +54,40 @@ class Plan:
     slice_bits: bool
 
     @classmethod
-    def of(cls, request: AttentionRequest, *, query_block: int | None = None, entry_block: int | None = None) -> Plan:
+    def of(cls, operands: Operands, *, query_block: int | None = None, entry_block: int | None = None) -> Plan:
         """The rule.
 
         T = 256 / H queries a tile, between 8 and 64. Entries are streamed by C / 8, between 32 and 128: half a block
         is wasted a tile. Selected entries are gathered by tiles that see more than 3/2 K: the others take all they
         see, masked, which costs no more, since the small matmuls of single queries run at two thirds of the rate.
         """
-        length, heads, slots = request.q.shape[1], request.q.shape[2], request.visibility.slots
+        length, heads, slots = operands.q.shape[1], operands.q.shape[2], operands.slots
+        selected = 0 if operands.indices is None else operands.indices.shape[2]
         if query_block is None:
             query_block = min(max(_ROWS // heads, 8), 64)
         query_block = max(min(query_block, length), 1)
         if entry_block is None:
             entry_block = min(max(slots // 8 // 32 * 32, 32), 128)
-        cpu = request.platform == "cpu"
-        columns = query_block + request.visibility.sliding_window - 1
-        if request.entries is None:
+        cpu = platform() == "cpu"
+        columns = query_block + operands.visibility.sliding_window - 1
+        if slots == 0:
             how = "none"
         elif slots <= _FEW_SLOTS:
             how = "few"
-        elif request.indices is not None and 0 < request.indices.shape[2] * 3 // 2 < slots:
+        elif 0 < selected * 3 // 2 < slots:
             how = "gather"
         else:
             how = "stream"
         return cls(
             query_block=query_block,
             entry_block=min(entry_block, slots) if slots else 0,
-            window_columns=min(-(-columns // 16) * 16, request.visibility.raw_keys),
-            stream_up_to=request.indices.shape[2] * 3 // 2 if request.indices is not None else 0,
+            window_columns=min(-(-columns // 16) * 16, operands.kv.shape[1]),
+            stream_up_to=selected * 3 // 2,
             gather_block=1 if cpu else query_block,
             transpose=query_block < length,
             entries=how,
-            scale=request.scale,
-            precision=request.precision,
+            scale=operands.scale,
+            precision=operands.precision,
             shield=cpu,
             slice_bits=cpu and jax.__version_info__ < (0, 11, 2),
         )

@@ -8,22 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.chunked.plan import Plan
-from foveal.backends.program import varying
-from foveal.backends.request import membership
-from foveal.geometry import TileRanges, Visibility
+from foveal.backends.operands import Operands
+from foveal.program import varying
+from foveal.geometry import TileRanges, membership
 from foveal.typing import Array
-
-
-class Operands(NamedTuple):
-    """The arrays of a call, as `AttentionRequest` describes them; `entries` is [B, 0, D] where there are none."""
-
-    q: Array
-    kv: Array
-    entries: Array
-    sinks: Array | None
-    visibility: Visibility
-    indices: Array | None
-    tainted: Array | None
 
 
 def stored(plan: Plan, array: Array) -> Array:

@@ -7,6 +7,7 @@ queries' size is held but the queries, the output and their gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from foveal.backends.once import first_only, reverse_only
+from foveal.backends.operands import Operands, settled, silent
 from foveal.backends.sinks import row_gradients, share_of_keys
 from foveal.backends.splash import kernel
 from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
-from foveal.backends.splash.kernel import Masks, Operands
+from foveal.backends.splash.kernel import Masks, RowOperands
 from foveal.backends.splash.operands import (
-    Arrays,
     Plan,
     dynamic_mask,
     key_arrays,
@@ -32,48 +33,58 @@ from foveal.backends.splash.operands import (
 from foveal.typing import Array, lowest
 
 
-def attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
+def attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H], on each device for its rows and heads."""
     if plan.sharding is None:
-        return _attend(plan, arrays)
+        return _attend(plan, operands)
     batch, _, heads = (*plan.sharding, None, None, None)[:3]
     queries, by_row = PartitionSpec(batch, None, heads), PartitionSpec(batch)
-    specs = jax.tree.map(lambda _: by_row, arrays)
-    specs = specs._replace(q=queries, sinks=None if arrays.sinks is None else PartitionSpec(heads))
+    specs = jax.tree.map(lambda _: by_row, operands)
+    specs = dataclasses.replace(specs, q=queries, sinks=None if operands.sinks is None else PartitionSpec(heads))
     return jax.shard_map(
         functools.partial(_attend, plan), in_specs=(specs,), out_specs=(queries, queries), check_vma=False
-    )(arrays)
+    )(operands)
 
 
 _ONCE = "Splash Attention is once differentiable, in reverse mode; use implementation='dense'"
 
 
-def _attend(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
-    results: Any = _attention(plan, reverse_only(_ONCE, arrays))
+def _attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    results: Any = _attention(plan, reverse_only(_ONCE, operands))
     return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, arrays: Arrays) -> tuple[Array, Array]:
-    some_heads = forward_heads(plan.layout, plan.call.blocks, arrays.q)
-    out, lse = _over_rows(plan, arrays, _forward_row, some_heads, jnp.swapaxes(arrays.q, 1, 2))
+def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+    some_heads = forward_heads(plan.layout, plan.call.blocks, operands.q)
+    out, lse = _over_rows(plan, operands, _forward_row, some_heads, jnp.swapaxes(operands.q, 1, 2))
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
-def _forward_rule(plan: Plan, arrays: Arrays) -> tuple[tuple[Array, Array], Any]:
-    results: Any = _attention(plan, first_only(_ONCE, arrays))
-    return results, (arrays, *results)
+def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], Any]:
+    results: Any = _attention(plan, first_only(_ONCE, operands))
+    return results, (operands, *results)
 
 
-def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
-    (arrays, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
-    by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (arrays.q, out, lse, *cotangents))
-    some_heads = backward_heads(plan.layout, arrays.q)
-    d_q, d_sinks, d_keys, d_values = _over_rows(plan, arrays, _backward_row, some_heads, *by_head)
-    d_kv, d_entries = key_gradients(plan, arrays, d_keys, d_values)
-    d_sinks = None if arrays.sinks is None else d_sinks.sum(axis=0)
+def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Operands]:
+    (operands, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
+    by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (operands.q, out, lse, *cotangents))
+    some_heads = backward_heads(plan.layout, operands.q)
+    d_q, d_sinks, d_keys, d_values = _over_rows(plan, operands, _backward_row, some_heads, *by_head)
+    d_kv, d_entries = key_gradients(plan, operands, d_keys, d_values)
     nothing: Any = None  # for all of an argument, integers here, that has no gradient
-    return (Arrays(jnp.swapaxes(d_q, 1, 2), d_kv, d_entries, d_sinks, nothing, nothing, nothing),)
+    return (
+        dataclasses.replace(
+            operands,
+            q=jnp.swapaxes(d_q, 1, 2),
+            kv=d_kv,
+            entries=d_entries,
+            sinks=None if operands.sinks is None else d_sinks.sum(axis=0),
+            visibility=nothing,
+            indices=nothing,
+            tainted=nothing,
+        ),
+    )
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
@@ -90,22 +101,24 @@ class _Row(NamedTuple):
     tainted: Array  # bool [S]: queries that see what was not finite
 
 
-def _over_rows(plan: Plan, arrays: Arrays, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array) -> Any:
+def _over_rows(
+    plan: Plan, operands: Operands, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
+) -> Any:
     """`function(plan, masks, row, sinks, heads together, *by_head)` of every batch row."""
-    keys, values = key_arrays(plan, arrays.kv, arrays.entries)
-    padding = arrays.visibility.documents.is_padding
-    tainted = jnp.zeros_like(padding) if arrays.tainted is None else arrays.tainted
-    mask = dynamic_mask(plan, arrays) if plan.dynamic else None
-    ids = None if plan.dynamic else segments(plan, arrays.visibility)
+    keys, values = key_arrays(plan, operands)
+    padding = operands.visibility.documents.is_padding
+    tainted = jnp.zeros_like(padding) if operands.tainted is None else operands.tainted
+    mask = dynamic_mask(plan, operands) if plan.dynamic else None
+    ids = None if plan.dynamic else segments(plan, operands.visibility)
     shared = _Row(keys, values, ids, mask, padding, tainted)
-    static = None if plan.dynamic else static_masks_of(plan.layout, arrays.visibility, plan.call.blocks)
+    static = None if plan.dynamic else static_masks_of(plan.layout, operands.visibility, plan.call.blocks)
     batch, heads = by_head[0].shape[:2]
     together = some_heads.together(heads)
 
     def of_row(both: tuple[_Row, tuple[Array, ...]]) -> Any:
         row, by_head = both
         masks = static if row.mask is None else kernel.dynamic_masks(row.mask, plan.call.blocks)
-        return function(plan, masks, row, arrays.sinks, together, *by_head)
+        return function(plan, masks, row, operands.sinks, together, *by_head)
 
     # JAX's emulator of TPUs has no batched kernels, and neither have lists of tiles that are data.
     if plan.dynamic or plan.call.interpret or not some_heads.fit(batch * heads):
@@ -133,14 +146,12 @@ def _forward_row(
     """Output [H, S, D] and log-sum-exp [H, S]; zeros for padding, NaN for what is lost."""
 
     def group(carry: None, q: Array, sinks: Array | None) -> tuple[None, tuple[Array, Array]]:
-        operands = Operands(_padded(plan, q), row.keys, row.values, row.segments)
+        operands = RowOperands(_padded(plan, q), row.keys, row.values, row.segments)
         out, lse = kernel.forward(plan.call, masks.forward, operands)
         out, lse = out[:, : plan.layout.rows], lse[:, : plan.layout.rows]
         lost = row.tainted[None] | ~jnp.isfinite(q).all(axis=-1)
-        lse = jnp.where(row.padding[None], 0.0, jnp.where(lost, jnp.nan, lse))
         share = share_of_keys(lse.T[None], sinks)[0].T
-        out = out.astype(jnp.float32) * share[..., None]
-        out = jnp.where(row.padding[None, :, None], 0.0, jnp.where(lost[..., None], jnp.nan, out))
+        out, lse = settled(out.astype(jnp.float32) * share[..., None], lse, row.padding[None], lost)
         return carry, (out.astype(q.dtype), lse)
 
     return _by_heads(group, None, together, q, sinks)[1]
@@ -163,12 +174,12 @@ def _backward_row(
     def group(sums: tuple[Array, Array], *parts: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         q, out, lse, d_out, d_lse, sinks = parts
         inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
-        silent = row.padding[None] | ~jnp.isfinite(lse)
-        of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], silent)
-        g = jnp.where(silent[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
+        quiet = silent(lse, row.padding[None])
+        of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], quiet)
+        g = jnp.where(quiet[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
         # A silent query's weights are zero, but 0 x NaN is NaN.
-        sound = jnp.where(silent[..., None], 0.0, q)
-        operands = Operands(_padded(plan, sound), row.keys, row.values, row.segments)
+        sound = jnp.where(quiet[..., None], 0.0, q)
+        operands = RowOperands(_padded(plan, sound), row.keys, row.values, row.segments)
         d_q, d_k, d_v = kernel.backward(
             plan.call,
             masks.backward,

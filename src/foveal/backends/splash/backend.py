@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from foveal.backends.program import automatic_axes
-from foveal.backends.request import AttentionRequest, Backend
+from foveal.backends.operands import Backend, Operands
+from foveal.program import automatic_axes, platform
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.extras import missing
@@ -38,33 +38,33 @@ class _SplashBackend(Backend):
     blocks: SplashBlocks | None = None
     interpret: bool = False
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         """What keeps any Splash kernel from running."""
+        if platform() != "tpu" and not self.interpret:
+            return f"its kernels run on TPUs, not on {platform()}"
         if importlib.util.find_spec("tokamax") is None:
             return missing("tokamax", "tpu")
-        if request.platform != "tpu" and not self.interpret:
-            return f"its kernels run on TPUs, not on {request.platform}"
-        if request.q.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"its kernels take float32 and bfloat16, not {request.q.dtype}"
-        if request.precision not in (None, "default", jax.lax.Precision.DEFAULT):
+        if operands.q.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"its kernels take float32 and bfloat16, not {operands.q.dtype}"
+        if operands.precision not in (None, "default", jax.lax.Precision.DEFAULT):
             return "its kernels have no choice of matmul precision"
-        if request.visibility.continues:
+        if operands.visibility.continues:
             return "its masks are for keys of the same rows as the queries, not for a cache's"
         return None
 
-    def _attend(self, request: AttentionRequest, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:
+    def _attend(self, operands: Operands, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:
         # Imported late: Tokamax takes more than a second to import, and need not be installed.
         from foveal.backends.splash.attend import attend
         from foveal.backends.splash.kernel import Call
-        from foveal.backends.splash.operands import Arrays, Plan
+        from foveal.backends.splash.operands import Plan
 
-        if request.q.size == 0:
-            return jnp.zeros_like(request.q), jnp.zeros(request.q.shape[:3], request.accumulation_dtype)
-        visibility = request.visibility
-        heads = request.q.shape[2] // _devices_along(sharding, 2)
+        if operands.q.size == 0:
+            return jnp.zeros_like(operands.q), jnp.zeros(operands.q.shape[:3], operands.accumulation_dtype)
+        visibility = operands.visibility
+        heads = operands.q.shape[2] // _devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
         call = Call(sizes, self.interpret)
-        return attend(Plan(call, layout, request.scale, dynamic, sharding), Arrays.of(request))
+        return attend(Plan(call, layout, dynamic, sharding), operands)
 
     def _sizes(self, heads: int, visibility: Visibility, *, dynamic: bool) -> tuple[SplashBlocks, KeyLayout]:
         from foveal.backends.splash.kernel import CAN_STACK_HEADS
@@ -88,9 +88,9 @@ class _SplashBackend(Backend):
         return kernel_cycles(schedules, static_mask(layout, visibility), sizes, q)
 
 
-def _left_to_xla(request: AttentionRequest, cure: str) -> str | None:
+def _left_to_xla(operands: Operands, cure: str) -> str | None:
     """Why kernels cannot run that XLA would have to divide over devices."""
-    axes = automatic_axes(request.arrays)
+    axes = automatic_axes(operands)
     if not axes:
         return None
     return f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: {cure} can"
@@ -113,15 +113,15 @@ class Splash(_SplashBackend):
 
     sharding: PartitionSpec | None = None
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         """Selected entries, unaligned documents and a mesh it is not told how to use, besides what no kernel can."""
-        refusal = super().refusal(request)
+        refusal = super().refusal(operands)
         if refusal is not None:
             return refusal
-        if request.indices is not None and request.entries is not None:
+        if operands.indices is not None and operands.slots:
             return "which entries are selected is data, and its mask is known while tracing"
-        documents, ratio = request.visibility.documents, request.visibility.compress_ratio
-        if ratio and documents.alignment % ratio:
+        documents, ratio = operands.visibility.documents, operands.visibility.compress_ratio
+        if ratio and not documents.is_aligned(ratio):
             return (
                 f"documents may start anywhere (alignment {documents.alignment}); its mask needs them at multiples of "
                 f"compress_ratio {ratio}, as pack_documents(align={ratio}) puts them"
@@ -131,11 +131,11 @@ class Splash(_SplashBackend):
             return f"mesh axis {rows!r} over the sequence: windows and entries would cross devices"
         if dim is not None:
             return f"mesh axis {dim!r} over the head dim: logits would be sums over devices"
-        return None if self.sharding is not None else _left_to_xla(request, "Splash(sharding=...) or jax.shard_map")
+        return None if self.sharding is not None else _left_to_xla(operands, "Splash(sharding=...) or jax.shard_map")
 
-    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+    def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """See `Backend`."""
-        return self._attend(request, dynamic=False, sharding=self.sharding)
+        return self._attend(operands, dynamic=False, sharding=self.sharding)
 
     def build_masks(self, heads: int, visibility: Visibility) -> None:
         """Does the host's part for rows like these, and `heads` a device: tracing a call then finds it done."""
@@ -177,19 +177,19 @@ class SplashDynamic(_SplashBackend):
     name = "splash_dynamic"
     quadratic = True
 
-    def refusal(self, request: AttentionRequest) -> str | None:
+    def refusal(self, operands: Operands) -> str | None:
         """Masks of more than 2^35 elements and several devices, besides what no Splash kernel can."""
-        refusal = super().refusal(request)
+        refusal = super().refusal(operands)
         if refusal is not None:
             return refusal
-        length = request.q.shape[1]
-        if length * (length + request.visibility.slots) > _MASK_LIMIT:
-            return f"a mask of {length} x {length + request.visibility.slots} elements; {_MASK_LIMIT} is the limit"
-        return _left_to_xla(request, "jax.shard_map")
+        length = operands.q.shape[1]
+        if length * (length + operands.visibility.slots) > _MASK_LIMIT:
+            return f"a mask of {length} x {length + operands.visibility.slots} elements; {_MASK_LIMIT} is the limit"
+        return _left_to_xla(operands, "jax.shard_map")
 
-    def __call__(self, request: AttentionRequest) -> tuple[Array, Array]:
+    def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """See `Backend`."""
-        return self._attend(request, dynamic=True, sharding=None)
+        return self._attend(operands, dynamic=True, sharding=None)
 
     def cycles(
         self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility

@@ -91,7 +91,7 @@ def dynamic_masks(mask: Array, blocks: SplashBlocks) -> Masks:
         )
 
 
-class Operands(NamedTuple):
+class RowOperands(NamedTuple):
     """The arrays of one batch row: queries [H, rows, D], keys and values [columns, D], documents' ids or None."""
 
     q: Array
@@ -105,7 +105,7 @@ def segment_ids(rows: Array, columns: Array) -> base.SegmentIds:
     return base.SegmentIds(rows, columns)
 
 
-def forward(call: Call, info: MaskInfo, operands: Operands) -> tuple[Array, Array]:
+def forward(call: Call, info: MaskInfo, operands: RowOperands) -> tuple[Array, Array]:
     """Output [H, rows, D] in q's dtype and log-sum-exp float32 [H, rows], without sinks.
 
     Every row must see something. The kernel writes each log-sum-exp 128 times over, and the largest logit too: at a
@@ -128,7 +128,7 @@ def forward(call: Call, info: MaskInfo, operands: Operands) -> tuple[Array, Arra
 
 
 def backward(
-    call: Call, info: MaskInfo, operands: Operands, lse: Array, d_out: Array, offset: Array
+    call: Call, info: MaskInfo, operands: RowOperands, lse: Array, d_out: Array, offset: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values: a logit's is exp(logit - lse) (d_out . v + offset).
 
@@ -157,7 +157,7 @@ def backward(
         )
 
 
-def _share_of_blocks(info: MaskInfo, operands: Operands, block_q: int, block_kv: int) -> float:
+def _share_of_blocks(info: MaskInfo, operands: RowOperands, block_q: int, block_kv: int) -> float:
     """Of the blocks, those that are not empty, for XLA's cost estimate; 1 where that is data."""
     blocks = operands.q.shape[1] // block_q * (operands.keys.shape[0] // block_kv)
     return 1.0 if info.block_mask is None else min(np.prod(info.block_mask.shape) / blocks, 1.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from foveal.backends.dense import entry_mask
-from foveal.backends.request import AttentionRequest
+from foveal.backends.operands import Operands
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.kernel import Call, Masks, segment_ids, static_masks
 from foveal.backends.splash.layout import KeyLayout
@@ -25,57 +24,35 @@ class Plan:
     Attributes:
         call: of the kernels.
         layout: of rows and columns.
-        scale: of the logits.
         dynamic: whether the mask is data.
         sharding: of q [B, S, H, D] over the mesh in context, or None.
     """
 
     call: Call
     layout: KeyLayout
-    scale: float
     dynamic: bool
     sharding: PartitionSpec | None = None
 
 
-class Arrays(NamedTuple):
-    """The arrays of a request."""
-
-    q: Array
-    kv: Array
-    entries: Array | None
-    sinks: Array | None
-    visibility: Visibility
-    indices: Array | None
-    tainted: Array | None
-
-    @classmethod
-    def of(cls, request: AttentionRequest) -> Arrays:
-        """Those of `request`."""
-        return cls(**{name: getattr(request, name) for name in cls._fields})
-
-
-def key_arrays(plan: Plan, kv: Array, entries: Array | None) -> tuple[Array, Array]:
+def key_arrays(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Keys and values [B, columns, D]: raw tokens and entries, the keys scaled.
 
     The kernels do not scale logits. Scaled queries would copy the largest array there is; keys are one head's.
     """
     layout = plan.layout
-    values = jnp.pad(kv, ((0, 0), (0, layout.entry_start - layout.rows), (0, 0)))
-    if entries is not None:
-        values = jnp.concatenate([values, entries], axis=1)
+    values = jnp.pad(operands.kv, ((0, 0), (0, layout.entry_start - layout.rows), (0, 0)))
+    values = jnp.concatenate([values, operands.entries], axis=1)
     values = jnp.pad(values, ((0, 0), (0, layout.columns - values.shape[1]), (0, 0)))
-    keys = values if plan.scale == 1.0 else (values.astype(jnp.float32) * plan.scale).astype(values.dtype)
+    keys = values if operands.scale == 1.0 else (values.astype(jnp.float32) * operands.scale).astype(values.dtype)
     return keys, values
 
 
-def key_gradients(plan: Plan, arrays: Arrays, d_keys: Array, d_values: Array) -> tuple[Array, Array | None]:
+def key_gradients(plan: Plan, operands: Operands, d_keys: Array, d_values: Array) -> tuple[Array, Array]:
     """Gradients of kv and entries from float32 ones of keys and values: `key_arrays` backwards, rounded once."""
     layout = plan.layout
-    both = d_values + d_keys * plan.scale
-    d_kv = both[:, : layout.rows].astype(arrays.kv.dtype)
-    if arrays.entries is None:
-        return d_kv, None
-    return d_kv, both[:, layout.entry_start : layout.entry_start + layout.slots].astype(arrays.entries.dtype)
+    both = d_values + d_keys * operands.scale
+    d_kv, d_entries = both[:, : layout.rows], both[:, layout.entry_start : layout.entry_start + layout.slots]
+    return d_kv.astype(operands.kv.dtype), d_entries.astype(operands.entries.dtype)
 
 
 def static_masks_of(layout: KeyLayout, visibility: Visibility, blocks: SplashBlocks) -> Masks:
@@ -105,15 +82,15 @@ def segments(plan: Plan, visibility: Visibility) -> Any:
     return segment_ids(ids[:, : layout.padded_rows], columns)
 
 
-def dynamic_mask(plan: Plan, arrays: Arrays) -> Array:
+def dynamic_mask(plan: Plan, operands: Operands) -> Array:
     """bool [B, rows, columns]; padding sees itself."""
-    layout, visibility = plan.layout, arrays.visibility
+    layout, visibility = plan.layout, operands.visibility
     more = layout.padded_rows - layout.rows
     alone = jnp.pad(visibility.documents.is_padding, ((0, 0), (0, more)), constant_values=True)
     alone = alone[:, :, None] & jnp.eye(layout.padded_rows, layout.columns, dtype=bool)[None]
     parts = [(visibility.window_mask(), 0)]
-    if arrays.entries is not None:
-        parts.append((entry_mask(visibility, arrays.indices), layout.entry_start))
+    if operands.slots:
+        parts.append((visibility.entry_mask(operands.indices), layout.entry_start))
     mask = alone
     for part, column in parts:
         widths = (0, 0), (0, more), (column, layout.columns - column - part.shape[2])

@@ -1,0 +1,135 @@
+"""What a layer's rows attend to, and where it comes from: these rows alone, or a cache before them.
+
+A layer asks its memory four things: which documents its rows belong to, which raw keys there are, which entries (and
+index keys), and which of them are selected. Training and serving differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from foveal.cache import AttentionCache, CompressorState, extended_state, with_history
+from foveal.config import AttentionConfig
+from foveal.geometry import Documents, EntryRange, Visibility, WindowLayout, max_history, window_halo
+from foveal.layers import LayerSpec
+from foveal.nn.compressor import Compressor, pool, project
+from foveal.ops.rope import RopeTable, table_for
+from foveal.typing import Array, Int32
+
+
+class Memory(abc.ABC):
+    """One call's memory. To be asked for entries before index keys, and for each once.
+
+    Attributes:
+        documents: which documents the rows belong to.
+        visibility: which raw keys and entries each row sees.
+        layout: the windows that these rows complete; None in a layer without entries.
+        table: RoPE for the first tokens of those windows, whose positions the entries have; None likewise.
+    """
+
+    documents: Documents
+    visibility: Visibility
+    layout: WindowLayout | None
+    table: RopeTable | None
+
+    @abc.abstractmethod
+    def raw_keys(self, kv: Array) -> Array:
+        """All raw keys, [B, N, D], of which these rows' own, [B, S, D], are the last."""
+
+    @abc.abstractmethod
+    def entries(self, compressor: Compressor, x: Array) -> Array:
+        """All entries by slot, [B, C, D], of which a compressor makes those that x, [B, S, E], completes."""
+
+    @abc.abstractmethod
+    def index_keys(self, indexer: Compressor, x: Array) -> Array:
+        """All index keys by slot, [B, C, J], likewise."""
+
+    def selection(self, select: Callable[[], Array]) -> Array:
+        """The slots that each row selects, int32 [B, S, K]; `select` is the indexer's own choice."""
+        return select()
+
+    def _pooled(self, compressor: Compressor, kv: Array, gate: Array) -> Array:
+        """The entries of projected tokens: the only place where entries are rotated."""
+        assert self.layout is not None
+        assert self.table is not None
+        return pool(compressor, kv, gate, self.layout, self.table)
+
+
+class Fresh(Memory):
+    """These rows alone: training, packed or not."""
+
+    def __init__(self, config: AttentionConfig, layer: LayerSpec, documents: Documents) -> None:
+        entries = EntryRange(layer.compress_ratio, None) if layer.has_entries else None
+        self.documents = documents
+        self.visibility = Visibility.made(documents, config.sliding_window, entries, 0)
+        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.has_entries else None
+        self.table = _entry_table(config, layer, self.layout)
+
+    def raw_keys(self, kv: Array) -> Array:
+        """These rows' own."""
+        return kv
+
+    def entries(self, compressor: Compressor, x: Array) -> Array:
+        """Those of these rows' windows."""
+        return self._pooled(compressor, *project(compressor, x))
+
+    def index_keys(self, indexer: Compressor, x: Array) -> Array:
+        """Those of these rows' windows."""
+        return self.entries(indexer, x)
+
+
+class Cached(Memory):
+    """Rows that continue those of a cache; `after` is the cache with them."""
+
+    def __init__(
+        self, config: AttentionConfig, layer: LayerSpec, cache: AttentionCache, counts: Int32[Array, " B"], size: int
+    ) -> None:
+        ratio, lengths = layer.compress_ratio, cache.lengths
+        self._cache, self._counts, self._ratio = cache, counts, ratio
+        self._kv: Array | None = None
+        self._states: dict[str, CompressorState] = {}
+        self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0
+        self._history = window_halo(ratio, overlap=layer.overlap) if layer.has_entries else 0
+        entries = EntryRange(ratio, self._slots) if layer.has_entries else None
+        self.documents = Documents.made(lengths, counts, size)
+        self.visibility = Visibility.made(
+            self.documents, config.sliding_window, entries, max_history(config.sliding_window)
+        )
+        self.layout = None
+        if layer.has_entries:
+            self.layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
+        self.table = _entry_table(config, layer, self.layout)
+
+    def raw_keys(self, kv: Array) -> Array:
+        """The last of the window, and these rows' own."""
+        self._kv = kv
+        return jnp.concatenate([self._cache.last_keys(self.visibility.history), kv], axis=1)
+
+    def entries(self, compressor: Compressor, x: Array) -> Array:
+        """The cache's, with those that these rows complete."""
+        return self._extended("compressor", compressor, x)
+
+    def index_keys(self, indexer: Compressor, x: Array) -> Array:
+        """The cache's, with those that these rows complete."""
+        return self._extended("indexer", indexer, x)
+
+    def after(self) -> AttentionCache:
+        """The cache with these rows; to be called last."""
+        assert self._kv is not None
+        states = (self._states.get(part) for part in ("compressor", "indexer"))
+        return self._cache.extended(self._counts, self._kv, *states)
+
+    def _extended(self, part: str, compressor: Compressor, x: Array) -> Array:
+        state = getattr(self._cache, part)
+        new = project(compressor, x)
+        made = self._pooled(compressor, *with_history(state, self._cache.lengths, self._history, *new))
+        assert self.layout is not None
+        self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self.layout, made)
+        return self._states[part].entries[:, : self._slots]
+
+
+def _entry_table(config: AttentionConfig, layer: LayerSpec, layout: WindowLayout | None) -> RopeTable | None:
+    return None if layout is None else table_for(layout.positions, layer.rope, config.qk_rope_head_dim)

@@ -138,6 +138,7 @@ def attend(
     return backend(_isolate_non_finite(_taken_out(_canonical(request))))
 
 
+@any_mesh()
 def explain(
     q: Float[Array, "B S H D"],
     kv: Float[Array, "B N D"],

@@ -258,7 +258,7 @@ def test_a_mesh_places_every_parameter_by_its_axes(layer, axis_type, written):
 @every_kind_of_axes
 def test_a_layer_placed_on_a_mesh_runs_there(axis_type, written):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    x = random_hidden(0, 2, 40, 160)
+    x = jnp.asarray(random_hidden(0, 2, 40, 160))
     (want,) = (FORWARD(layer, x) for layer in load_attention(written(), layers=[1], dtype="float32").values())
     with logical_axis_rules(AXES):
         placed = load_attention(written(), layers=[1], dtype="float32", sharding=mesh)[1]

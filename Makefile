@@ -16,7 +16,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 # Two installs must not run into one environment at once.
 .NOTPARALLEL:
-.PHONY: help demo test test-newest newest-python bench lint format wheel-check clean
+.PHONY: help demo test test-newest newest-python bench reports lint format wheel-check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,10 @@ bench: $(VENV)/.test-installed ## Compare with dense and transformers, minutes
 	set -e; for suite in $(SUITES); do \
 		$(BIN)/python -m benchmarks.attention --suite $$suite --output benchmarks/results; \
 	done
+
+reports: $(NEWEST)/.test-installed ## Compile for TPUs at the sizes of use, half an hour
+	$(NEWEST)/bin/python -m benchmarks.compiled
+	$(NEWEST)/bin/pytest --reports $(PYTEST_ARGS) tests
 
 lint: $(VENV)/.lint-installed ## Check format, style, types, layers and spelling
 	$(BIN)/ruff format --check .

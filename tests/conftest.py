@@ -41,18 +41,20 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--every N` is for a quick pass: on another Python, or while one works."""
+    """`--every N` is for a quick pass: on another Python, or while one works; `--reports` for `make reports`."""
+    parser.addoption("--reports", action="store_true", help="run what is marked `report`, and nothing else")
     parser.addoption("--every", type=int, default=1, metavar="N", help="of a test's cases run the first and each N-th")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what `--every` leaves out: which cases these are does not depend on the worker."""
-    every = int(config.getoption("--every") or 1)
+    """Deselects what `--every` and `--reports` leave out: which cases these are does not depend on the worker."""
+    every, reports = int(config.getoption("--every") or 1), bool(config.getoption("--reports"))
     seen: collections.Counter[str] = collections.Counter()
     kept, left_out = [], []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        (left_out if seen[test] % every else kept).append(item)
+        wanted = seen[test] % every == 0 and (item.get_closest_marker("report") is not None) == reports
+        (kept if wanted else left_out).append(item)
         seen[test] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)

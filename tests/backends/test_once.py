@@ -152,7 +152,7 @@ FIRST = {
 
 @pytest.mark.parametrize(
     ("way", "problem"),
-    [(way, "chunked") for way in FIRST] + [(way, "indexer_loss") for way in ("grad", "grad of remat")],
+    [(way, "chunked") for way in FIRST if "remat" not in way or "scan" in way] + [("grad of remat", "indexer_loss")],
 )
 def test_programs_of_first_derivatives_are_what_they_were(way, problem, monkeypatch):
     """As many instructions of each kind are left when they are compiled."""

@@ -258,14 +258,15 @@ def test_a_mesh_places_every_parameter_by_its_axes(layer, axis_type, written):
 @every_kind_of_axes
 def test_a_layer_placed_on_a_mesh_runs_there(axis_type, written):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    x = random_hidden(0, 2, 40, 160)
-    (want,) = (FORWARD(layer, x) for layer in load_attention(written(), layers=[1]).values())
+    x = jnp.asarray(random_hidden(0, 2, 40, 160))
+    (want,) = (FORWARD(layer, x) for layer in load_attention(written(), layers=[1], dtype="float32").values())
     with logical_axis_rules(AXES):
-        placed = load_attention(written(), layers=[1], sharding=mesh)[1]
+        placed = load_attention(written(), layers=[1], dtype="float32", sharding=mesh)[1]
     with jax.set_mesh(mesh):
         got = FORWARD(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+    if axis_type is AxisType.Explicit:  # on Auto axes the compiler says where results lie
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
 
 
 @every_kind_of_axes

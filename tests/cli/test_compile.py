@@ -245,7 +245,7 @@ def test_cycles_of_the_forward_kernels(capsys):
     assert narrow["kernel_cycles"] > 1.4 * row["kernel_cycles"]
 
 
-@pytest.mark.slow
+@pytest.mark.report
 def test_static_masks_at_the_lengths_they_are_for(capsys):
     """Flash's sizes on one v5p of 95 GB: 131072 rows forward and backward, and half the memory of a dynamic mask."""
     (row,) = rows_of(capsys, "compile", "--seq", "131072", "--backward", "--no-cycles")
@@ -258,7 +258,7 @@ def test_static_masks_at_the_lengths_they_are_for(capsys):
     assert static["temporary_bytes"] < 1.8 * (1 << 30)  # what eight heads need at a time
 
 
-@pytest.mark.slow
+@pytest.mark.report
 def test_a_whole_layer_at_131072_rows(capsys):
     """Without options of the compiler."""
     (row,) = rows_of(capsys, "compile", "--what", "layer", "--seq", "131072", "--backward", "--no-cycles")

@@ -77,13 +77,12 @@ def on(mesh, spec, *arrays):
 @pytest.mark.parametrize(
     ("kind", "spec", "layer_type"),
     [
-        *(("Explicit", BATCH, layer_type) for layer_type in LayerType),
         ("mixed", BATCH, LayerType.CSA),
         ("Explicit", SEQUENCE, LayerType.CSA),
         ("Explicit", SEQUENCE, LayerType.HCA),
     ],
 )
-def test_a_layer_trains(kind, spec, layer_type):
+def test_a_layer_trains_where_test_sharding_does_not(kind, spec, layer_type):
     (want, want_x), _ = layer_on_one_device(layer_type)
     layer, (x, ids) = layer_of(layer_type), on(mesh_of(kind), spec, *hidden_states())
     with jax.set_mesh(mesh_of(kind)):
@@ -92,7 +91,7 @@ def test_a_layer_trains(kind, spec, layer_type):
     assert explicit_spec(d_x) == P(*spec, *[None] * (3 - len(spec)))
 
 
-@pytest.mark.parametrize("layer_type", LayerType)
+@pytest.mark.parametrize("layer_type", [LayerType.CSA, LayerType.HCA])
 def test_a_layer_serves(layer_type):
     mesh, layer = mesh_of("Explicit"), layer_of(layer_type)
     with jax.set_mesh(mesh):
@@ -114,7 +113,7 @@ def test_hidden_states_that_are_not_sharded_under_a_mesh():
 
 
 def test_a_layer_without_jit_or_context():
-    layer, x = layer_of(LayerType.HCA), jnp.asarray(hidden_states()[0])
+    layer, x = layer_of(LayerType.SLIDING), jnp.asarray(hidden_states()[0])
     out = layer(jax.device_put(x, NamedSharding(mesh_of("Explicit"), P("data"))))
     np.testing.assert_allclose(out, layer(x), rtol=1e-5, atol=1e-5)
     assert out.sharding == NamedSharding(mesh_of("Explicit"), P("data", None, None))

@@ -122,6 +122,7 @@ def attend(
     return backend(_prepared(operands))
 
 
+@any_mesh()
 def explain(
     q: Float[Array, "B S H D"],
     kv: Float[Array, "B N D"],

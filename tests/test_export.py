@@ -31,8 +31,7 @@ from foveal import (
     select_entries,
 )
 from foveal.aot import tracing_for
-from foveal.program import planned
-from foveal.program import per_row, platform
+from foveal.program import per_row, planned, platform
 from foveal.testing.numerics import assert_close
 from tests.nn.serving import CAPACITY, CONFIG, LENGTH, served, text
 

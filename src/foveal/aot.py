@@ -22,8 +22,8 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from foveal.program import family
 from foveal.extras import missing
+from foveal.program import family
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not look for a cloud's metadata server

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from foveal import AttentionConfig, CompressedAttention, LayerType, Splash
 from foveal.aot import device_mesh
-from foveal.program import automatic_axes
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
+from foveal.program import automatic_axes
 from tests.backends.splash_problem import DYNAMIC, STATIC
 
 EVERYWHERE = P()

@@ -128,7 +128,7 @@ def test_the_process_of_a_case_has_the_sizes_of_a_config(tmp_path):
         (case,) = command._cases(make_parser().parse_args(["compile", "--seq", "64", "--layer", "csa", *sizes]))
         rows.append(compile_case.chosen_implementation(case))
         config = read_model(case.preset, case.config)
-        assert command._from_json(json.dumps(dataclasses.asdict(case))) == case
+        assert command.CompileCase.from_json(json.dumps(dataclasses.asdict(case))) == case
         assert config == AttentionConfig.tiny()
     assert rows == ["chunked", "chunked"]
 
@@ -210,7 +210,7 @@ def test_a_report_without_cycles_says_why(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "dump_flags", lambda directory: "")  # so nothing is written
     (row,) = rows_of(capsys, *TINY, "--seq", "512")
     assert (row["verdict"], row["kernel_cycles"]) == ("compiles", None)
-    assert row["message"] == "no cycles: the compiler wrote down no schedule of a Splash kernel"
+    assert row["message"] == "no cycles: the compiler wrote down no schedule of splash's kernels"
     monkeypatch.undo()
     (tmp_path / "a b").mkdir()
     monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path / "a b"))

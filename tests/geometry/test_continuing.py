@@ -100,7 +100,7 @@ def test_what_stands_before_them_must_be_told():
     documents = Documents.continuing(*row(5, 3), SIZE)
     with pytest.raises(ValueError, match=r"^history: expected the sliding_window - 1 = 3 raw keys .*, got 0"):
         Visibility(documents, 4)
-    with pytest.raises(ValueError, match=r"^entries: expected the number of slots of documents that continue, got None"):
+    with pytest.raises(ValueError, match=r"^entries: expected the number of slots of .* that continue, got None"):
         Visibility(documents, 4, 2, history=3)
     with pytest.raises(ValueError, match=r"^documents: expected documents without first_row, got rows of a longer row"):
         WindowLayout.of(documents, 2)
@@ -111,11 +111,10 @@ def test_what_stands_before_them_must_be_told():
     ("field", "value"), [("history", -1), ("history", None), ("slots", -1), ("slots", 2.0), ("slots", True)]
 )
 def test_numbers_that_cannot_be(field, value):
+    make = {"history": lambda n: Visibility(Documents.unpacked(1, 4), 4, 2, history=n)}
+    make["slots"] = lambda n: EntryRange.of_rows(2, n)
     with pytest.raises(ValueError, match=rf"^{field}: expected an int >= 0, got {value}"):
-        if field == "history":
-            Visibility(Documents.unpacked(1, 4), 4, 2, history=value)
-        else:
-            EntryRange.of_rows(2, value)
+        make[field](value)
     with pytest.raises(ValueError, match=r"^compress_ratio: expected an int >= 1, got 0"):
         EntryRange.of_rows(0)
     with pytest.raises(ValueError, match=r"^slots: expected an int >= 0, got None"):

@@ -1,6 +1,5 @@
 """The choice of entries: exact, ties to the lower slot, nothing unseen, whatever the block; and its memory."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 

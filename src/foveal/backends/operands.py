@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from foveal.geometry import Visibility
+from foveal.schedule import KernelSchedule
 from foveal.typing import Array, Precision, accumulation_dtype
 
 
@@ -85,10 +88,16 @@ class Backend(abc.ABC):
     Attributes:
         name: what `implementation=` takes.
         quadratic: builds an array of S x S or S x C elements. Such a one runs by name, or where no other can.
+        needs: the module that must be installed, and foveal's extra that installs it; None for none.
+        block_names: what `configure` takes sizes of, in order; none where there is nothing to choose.
+        has_cycles: whether `cycles` can tell any, where no entries are selected.
     """
 
     name: str
     quadratic: bool
+    needs: tuple[str, str] | None = None
+    block_names: tuple[str, ...] = ()
+    has_cycles: bool = False
 
     @abc.abstractmethod
     def refusal(self, operands: Operands) -> str | None:
@@ -100,3 +109,42 @@ class Backend(abc.ABC):
 
         The output has the sinks in its denominator, the log-sum-exp is over the keys alone; both are differentiable.
         """
+
+    def configure(
+        self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
+    ) -> Backend:
+        """This implementation with other sizes of its blocks, and told how its operands are sharded.
+
+        Args:
+            heads: query heads on a device.
+            blocks: one size for each of `block_names`; None for its own choice.
+            sharding: of q, [B, S, H, D], on the mesh in context.
+
+        Raises:
+            ValueError: sizes that it does not have, or that do not fit.
+        """
+        del heads, sharding
+        if blocks is not None:
+            raise ValueError(f"blocks: expected none for {self.name!r}, got {tuple(blocks)}")
+        return self
+
+    def build_masks(self, heads: int, visibility: Visibility) -> bool:
+        """Does the host's part for rows like these, and `heads` on a device; whether there is any."""
+        del heads, visibility
+        return False
+
+    def cycles(
+        self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
+    ) -> int | None:
+        """Bundles that a core issues in the kernels of a call, a lower bound of its cycles; None if it cannot tell.
+
+        Args:
+            schedules: of the program's kernels, from `foveal.schedule.kernel_schedules`.
+            q: like the queries of a device, [B, S, H, D].
+            visibility: of rows that are one document each.
+
+        Raises:
+            ValueError: kernels with other conditional parts than its own.
+        """
+        del schedules, q, visibility
+        return None

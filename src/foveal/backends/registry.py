@@ -51,6 +51,16 @@ def names() -> tuple[str, ...]:
     return tuple(backend.name for backend in _PREFERENCE)
 
 
+def named(name: str) -> Backend:
+    """The implementation of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    candidates, _ = _candidates(name)
+    return next(backend for backend in candidates if backend.name == name)
+
+
 def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ...], str | None]:
     """All implementations, a configured one in the place of its namesake, and the name that was asked for."""
     if isinstance(implementation, Backend):

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foveal.aot import TARGETS
+from foveal.backends import registry
+from foveal.cli.compile_spec import CompileCase
 from foveal.cli.console import make_console, print_step, print_table, progress
 from foveal.cli.devices import use_cpu
 from foveal.cli.errors import CliError, require
@@ -43,38 +45,6 @@ is more.
 _SPEC, _DUMP = "--case-json", "--dump"
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileCase:
-    """One program to compile.
-
-    Attributes, besides what the arguments of the command say:
-        preset: whose sizes; None for those of the file `config`.
-        implementation: a name.
-        chosen: whether `implementation=None`, which is then compiled, is known to choose that one.
-    """
-
-    target: str
-    what: str
-    layer: str
-    preset: str | None
-    length: int
-    implementation: str
-    backward: bool
-    batch: int
-    dtype: str
-    mesh: tuple[tuple[str, int], ...]
-    blocks: tuple[int, ...] | None = None
-    compiler_options: tuple[tuple[str, str], ...] = ()
-    indexer_loss: bool = False
-    config: str | None = None
-    chosen: bool = False
-
-    @property
-    def has_cycles(self) -> bool:
-        """Whether cycles can be told: of Splash's kernels, whose tiles are known. The schedules take long to write."""
-        return self.implementation in ("splash", "splash_dynamic") and self.layer != "csa"
-
-
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds `foveal compile`."""
     summary = "compile attention for TPUs without a TPU, and report memory and verdicts"
@@ -90,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--implementation",
         type=_list_of(str),
         metavar="NAME,...",
-        help="of core attention: splash, splash_dynamic, chunked, dense (default: the one that foveal chooses for such "
-        "a call, which the report names)",
+        help=f"of core attention: {', '.join(registry.names())} (default: the one that foveal chooses for such a call, "
+        "which the report names)",
     )
     add("--backward", action="store_true", help="the backward pass too")
     add("--indexer-loss", action="store_true", help="of a CSA layer the indexer's loss too")
@@ -101,8 +71,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--blocks",
         type=_list_of(int_between(1, 1 << 20)),
-        metavar="Q,KV,Q,KV,HEADS",
-        help="sizes of Splash's tiles: forward, backward, stacked heads (default: the table's)",
+        metavar="N,...",
+        help=f"sizes of a kernel's tiles: {_blocks_help()} (default: its own choice)",
     )
     add(
         "--compiler-option",
@@ -131,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.case_json:  # the process of one case
         from foveal.cli.compile_case import compile_case
 
-        print(json.dumps(compile_case(_from_json(args.case_json), args.dump)))
+        print(json.dumps(compile_case(CompileCase.from_json(args.case_json), args.dump)))
         return 0
     require(("rich",), "demo")
     if importlib.util.find_spec("libtpu") is None:
@@ -157,8 +127,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> list[CompileCase]:
-    from foveal.backends import registry
-
     unknown = [name for name in args.implementation or () if name not in registry.names()]
     if unknown:
         raise CliError(f"--implementation: expected some of {', '.join(registry.names())}, got {unknown[0]!r}")
@@ -216,28 +184,23 @@ def _check_mesh(args: argparse.Namespace, config: AttentionConfig) -> None:
 
 
 def _check_blocks(args: argparse.Namespace, config: AttentionConfig) -> None:
-    from foveal.backends.splash import SplashBlocks
-
-    others = [name for name in args.implementation or ["none"] if name not in ("splash", "splash_dynamic")]
+    able = [name for name in registry.names() if registry.named(name).block_names]
+    others = [name for name in args.implementation or ["none"] if name not in able]
     if others:
-        raise CliError(f"--blocks: expected --implementation splash or splash_dynamic, got {others[0]}")
-    if len(args.blocks) != 5:
-        raise CliError(f"--blocks: expected 5 numbers Q,KV,Q,KV,HEADS, got {len(args.blocks)}")
-    try:
-        SplashBlocks(*args.blocks)
-    except ValueError as error:
-        raise CliError(f"--blocks: {error}") from error
+        raise CliError(f"--blocks: expected --implementation {' or '.join(able)}, got {others[0]}")
     heads = config.num_attention_heads // dict(args.mesh).get("tensor", 1)
-    if heads % args.blocks[4]:
-        raise CliError(f"--blocks: expected a divisor of a chip's {heads} heads for HEADS, got {args.blocks[4]}")
+    for name in args.implementation:
+        try:
+            registry.named(name).configure(heads=heads, blocks=args.blocks)
+        except ValueError as error:
+            raise CliError(f"--blocks: {error}") from error
 
 
-def _from_json(text: str) -> CompileCase:
-    fields = json.loads(text)
-    for pairs in ("mesh", "compiler_options"):
-        fields[pairs] = tuple((name, value) for name, value in fields[pairs])
-    fields["blocks"] = None if fields["blocks"] is None else tuple(fields["blocks"])
-    return CompileCase(**fields)
+def _blocks_help() -> str:
+    backends = [registry.named(name) for name in registry.names()]
+    return "; ".join(
+        f"{','.join(backend.block_names)} for {backend.name}" for backend in backends if backend.block_names
+    )
 
 
 def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from foveal.aot import TARGETS, compile_report, device_mesh
 from foveal.backends.operands import Backend
-from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
-from foveal.cli.compile import CompileCase
+from foveal.cli.compile_spec import CompileCase
 from foveal.cli.errors import require
 from foveal.cli.presets import read_model
 from foveal.config import AttentionConfig
@@ -26,7 +25,6 @@ from foveal.nn import CompressedAttention
 from foveal.ops.core_attention import core_attention, explain
 from foveal.schedule import kernel_schedules
 
-_LAYERS = {"hca": LayerType.HCA, "csa": LayerType.CSA, "sliding": LayerType.SLIDING}
 _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
 """Which mesh axis a parameter's logical axis lies on; the others are replicated."""
 
@@ -38,7 +36,7 @@ def chosen_implementation(case: CompileCase) -> str:
     axes = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes, abstract_device=device)
     config = read_model(case.preset, case.config)
-    visibility, indices, operands = _operands(case, config, _LAYERS[case.layer], mesh)
+    visibility, indices, operands = _operands(case, config, case.layer_type, mesh)
     chosen: list[str | None] = []
 
     def ask(indices: Any, q: Any, kv: Any, entries: Any, sinks: Any) -> None:
@@ -54,12 +52,10 @@ def chosen_implementation(case: CompileCase) -> str:
 def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
-    config, layer_type = read_model(case.preset, case.config), _LAYERS[case.layer]
-    splash, mask_seconds = _splash(case), None
-    if isinstance(splash, Splash):
-        shards = dict(case.mesh).get("tensor", 1) if splash.sharding else 1
-        mask_seconds = _build_masks(splash, case.length, config, layer_type, shards)
-    implementation = None if case.chosen else splash or case.implementation
+    config, layer_type = read_model(case.preset, case.config), case.layer_type
+    backend = _configured(case, config)
+    mask_seconds = _build_masks(backend, case, config)
+    implementation = None if case.chosen else backend
     build = _core if case.what == "core" else _layer
     function, args = build(case, config, layer_type, implementation, mesh)
     report = compile_report(function, *args, mesh=mesh, compiler_options=dict(case.compiler_options))
@@ -73,7 +69,7 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     cycles = None
     if dump and report.verdict == "compiles":
         try:
-            cycles = _kernel_cycles(case, splash, dump, config, layer_type)
+            cycles = _kernel_cycles(case, backend, dump, config)
         except ValueError as error:
             report = dataclasses.replace(report, message=f"no cycles: {error}")
     target = TARGETS[case.target]
@@ -87,17 +83,20 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     }
 
 
-def _splash(case: CompileCase) -> Splash | SplashDynamic | None:
-    """The case's Splash as it is configured; None for another implementation."""
-    if case.implementation not in ("splash", "splash_dynamic"):
-        return None
-    require(("tokamax",), "tpu")
-    blocks = None if case.blocks is None else SplashBlocks(*case.blocks)
-    if case.implementation == "splash_dynamic":
-        return SplashDynamic(blocks=blocks)
+def _configured(case: CompileCase, config: AttentionConfig) -> Backend:
+    backend = case.backend
+    if backend.needs is not None:
+        module, extra = backend.needs
+        require((module,), extra)
     rows, heads = _axes(case)
     # Of a choice nobody has said how its operands are sharded.
-    return Splash(blocks=blocks, sharding=PartitionSpec(rows, None, heads) if case.mesh and not case.chosen else None)
+    sharding = PartitionSpec(rows, None, heads) if case.mesh and not case.chosen else None
+    return backend.configure(heads=_heads(case, config), blocks=case.blocks, sharding=sharding)
+
+
+def _heads(case: CompileCase, config: AttentionConfig) -> int:
+    """Query heads of a chip."""
+    return config.num_attention_heads // dict(case.mesh).get("tensor", 1)
 
 
 def _axes(case: CompileCase) -> tuple[str | None, str | None]:
@@ -106,37 +105,32 @@ def _axes(case: CompileCase) -> tuple[str | None, str | None]:
     return "data" if "data" in names else None, "tensor" if "tensor" in names else None
 
 
-def _build_masks(splash: Splash, length: int, config: AttentionConfig, layer_type: LayerType, shards: int) -> float:
+def _build_masks(backend: Backend, case: CompileCase, config: AttentionConfig) -> float | None:
     """CPU seconds; a first mask, whose size matters little, leaves out what is spent once on imports."""
-    ratio = config.compress_ratio(layer_type)
-    seconds = 0.0
-    for rows in (1, length):
-        visibility = Visibility(Documents.unpacked(1, rows), config.sliding_window, ratio)
+    seconds = None
+    for rows in (1, case.length):
         start = time.process_time()
-        splash.build_masks(config.num_attention_heads // shards, visibility)
-        seconds = time.process_time() - start
+        if backend.build_masks(_heads(case, config), _visibility(case, config, 1, rows)):
+            seconds = time.process_time() - start
     return seconds
 
 
-def _kernel_cycles(
-    case: CompileCase,
-    splash: Splash | SplashDynamic | None,
-    dump: str,
-    config: AttentionConfig,
-    layer_type: LayerType,
-) -> int | None:
-    """None where there are no Splash kernels, or their tiles are data."""
-    if not case.has_cycles or splash is None:
+def _kernel_cycles(case: CompileCase, backend: Backend, dump: str, config: AttentionConfig) -> int | None:
+    """None where there are none to be told."""
+    if not case.has_cycles:
         return None
-    axes = dict(case.mesh)
-    batch, heads = case.batch // axes.get("data", 1), config.num_attention_heads // axes.get("tensor", 1)
-    q = jax.ShapeDtypeStruct((batch, case.length, heads, config.head_dim), jnp.dtype(case.dtype))
-    documents = Documents.unpacked(batch, case.length)
-    visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
-    cycles = splash.cycles(kernel_schedules(dump), q, visibility)
+    batch = case.batch // dict(case.mesh).get("data", 1)
+    shape = (batch, case.length, _heads(case, config), config.head_dim)
+    q = jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype))
+    cycles = backend.cycles(kernel_schedules(dump), q, _visibility(case, config, batch, case.length))
     if cycles is None:
-        raise ValueError("the compiler wrote down no schedule of a Splash kernel")
+        raise ValueError(f"the compiler wrote down no schedule of {backend.name}'s kernels")
     return cycles
+
+
+def _visibility(case: CompileCase, config: AttentionConfig, batch: int, length: int) -> Visibility:
+    ratio = config.compress_ratio(case.layer_type)
+    return Visibility(Documents.unpacked(batch, length), config.sliding_window, ratio)
 
 
 def _operands(
@@ -145,9 +139,7 @@ def _operands(
     """Who sees what, the selected slots or None, and q, kv, entries and sinks: shapes of core attention's arguments."""
     rows, heads = _axes(case)
     dim, dtype = config.head_dim, jnp.dtype(case.dtype)
-    visibility = Visibility(
-        Documents.unpacked(case.batch, case.length), config.sliding_window, config.compress_ratio(layer_type)
-    )
+    visibility = _visibility(case, config, case.batch, case.length)
 
     def struct(*shape: int, dtype: Any = dtype, spec: tuple = (rows,)) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

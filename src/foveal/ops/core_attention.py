@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from foveal.backends import registry
 from foveal.backends.operands import Backend, Operands
-from foveal.program import planned
 from foveal.backends.registry import Explanation
 from foveal.checks import as_array, as_bool, as_indices, as_precision, as_scale, same_dtype
 from foveal.geometry import EntryRange, Visibility, as_visibility
 from foveal.meshes import any_mesh
+from foveal.program import planned
 from foveal.typing import Array, Bool, Float, Int, Precision
 
 

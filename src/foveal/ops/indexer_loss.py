@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.once import first_only, reverse_only
-from foveal.program import planned
-from foveal.program import varying
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import LOWEST, Block, Gathered, Plan, Sources, Streamed, Student, Teacher
+from foveal.program import planned, varying
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 

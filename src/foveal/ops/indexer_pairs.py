@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.program import per_row, platform, varying
 from foveal.checks import as_array
 from foveal.geometry import TileRanges, Visibility
 from foveal.ops.indexing import relu
+from foveal.program import per_row, platform, varying
 from foveal.typing import Array, Precision, lowest
 
 

@@ -7,13 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from foveal.program import planned
-from foveal.program import per_row, varying
 from foveal.checks import as_indices, as_precision, as_scale
 from foveal.geometry import Visibility, as_visibility, membership
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank
+from foveal.program import per_row, planned, varying
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 _ELEMENTS = 1 << 22

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from foveal.program import planned
-from foveal.program import per_row, platform, varying
 from foveal.checks import as_array, as_int, as_precision
 from foveal.geometry import TileRanges, Visibility, as_visibility
 from foveal.meshes import any_mesh
+from foveal.program import per_row, planned, platform, varying
 from foveal.typing import Array, Float, Int32, Precision, Size
 
 _LANES = 128

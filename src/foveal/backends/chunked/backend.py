@@ -14,8 +14,7 @@ from foveal.backends.chunked.forward import forward
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.once import first_only, reverse_only
 from foveal.backends.operands import Backend, Operands
-from foveal.program import planned
-from foveal.program import row_major, varying
+from foveal.program import planned, row_major, varying
 from foveal.typing import Array
 
 _ONCE = "'chunked' is once differentiable, in reverse mode; use implementation='dense'"

@@ -30,8 +30,8 @@ from foveal.backends.chunked.tiles import (
     window_start,
 )
 from foveal.backends.operands import Operands, silent
-from foveal.program import varying
 from foveal.backends.sinks import RowGradients, row_gradients
+from foveal.program import varying
 from foveal.typing import Array, lowest
 
 T = TypeVar("T")

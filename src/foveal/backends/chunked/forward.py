@@ -26,8 +26,8 @@ from foveal.backends.chunked.tiles import (
     window_columns,
 )
 from foveal.backends.operands import Operands, settled
-from foveal.program import varying
 from foveal.backends.sinks import share_of_keys
+from foveal.program import varying
 from foveal.typing import Array, accumulation_dtype, lowest
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.operands import Operands
-from foveal.program import varying
 from foveal.geometry import TileRanges, membership
+from foveal.program import varying
 from foveal.typing import Array
 
 

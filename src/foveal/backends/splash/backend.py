@@ -6,21 +6,24 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from foveal.backends.operands import Backend, Operands
-from foveal.program import automatic_axes, platform
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.extras import missing
 from foveal.geometry import Visibility
+from foveal.program import automatic_axes, platform
 from foveal.schedule import KernelSchedule
 from foveal.typing import Array
 
 Results = tuple[Array, Array]
+
+_NEEDS = "tokamax", "tpu"
 
 _MASK_LIMIT = 1 << 35
 """Elements of a mask in memory, one batch row's, beyond which `splash_dynamic` refuses: 185000 rows."""
@@ -38,12 +41,16 @@ class _SplashBackend(Backend):
     blocks: SplashBlocks | None = None
     interpret: bool = False
 
+    needs = _NEEDS
+    block_names = ("Q", "KV", "Q", "KV", "HEADS")
+    has_cycles = True
+
     def refusal(self, operands: Operands) -> str | None:
         """What keeps any Splash kernel from running."""
         if platform() != "tpu" and not self.interpret:
             return f"its kernels run on TPUs, not on {platform()}"
-        if importlib.util.find_spec("tokamax") is None:
-            return missing("tokamax", "tpu")
+        if importlib.util.find_spec(_NEEDS[0]) is None:
+            return missing(*_NEEDS)
         if operands.q.dtype not in (jnp.float32, jnp.bfloat16):
             return f"its kernels take float32 and bfloat16, not {operands.q.dtype}"
         if operands.precision not in (None, "default", jax.lax.Precision.DEFAULT):
@@ -51,6 +58,22 @@ class _SplashBackend(Backend):
         if operands.visibility.continues:
             return "its masks are for keys of the same rows as the queries, not for a cache's"
         return None
+
+    def configure(
+        self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
+    ) -> Self:
+        """See `Backend`; sizes are those of `SplashBlocks`: forward, backward, stacked heads."""
+        del sharding
+        if blocks is None:
+            return self
+        if len(blocks) != len(self.block_names):
+            raise ValueError(
+                f"expected {len(self.block_names)} numbers {','.join(self.block_names)}, got {len(blocks)}"
+            )
+        sizes = SplashBlocks(*blocks)
+        if heads % sizes.stacked_heads:
+            raise ValueError(f"expected a divisor of a chip's {heads} heads for HEADS, got {sizes.stacked_heads}")
+        return dataclasses.replace(self, blocks=sizes)
 
     def _attend(self, operands: Operands, *, dynamic: bool, sharding: PartitionSpec | None) -> Results:
         # Imported late: Tokamax takes more than a second to import, and need not be installed.
@@ -137,29 +160,24 @@ class Splash(_SplashBackend):
         """See `Backend`."""
         return self._attend(operands, dynamic=False, sharding=self.sharding)
 
-    def build_masks(self, heads: int, visibility: Visibility) -> None:
-        """Does the host's part for rows like these, and `heads` a device: tracing a call then finds it done."""
+    def configure(
+        self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
+    ) -> Self:
+        """See `Backend`."""
+        return dataclasses.replace(super().configure(heads=heads, blocks=blocks), sharding=sharding)
+
+    def build_masks(self, heads: int, visibility: Visibility) -> bool:
+        """The tiles of the mask: tracing a call then finds them done."""
         from foveal.backends.splash.operands import static_masks_of
 
         sizes, layout = self._sizes(heads, visibility, dynamic=False)
         static_masks_of(layout, visibility, sizes)
+        return True
 
     def cycles(
         self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
     ) -> int | None:
-        """Bundles that a core issues in the kernels of a call, a lower bound of its cycles.
-
-        Args:
-            schedules: of the program's kernels, from `foveal.schedule.kernel_schedules`.
-            q: like the queries of a device, [B, S, H, D].
-            visibility: of rows that are one document each.
-
-        Returns:
-            None if the program has no Splash kernel.
-
-        Raises:
-            ValueError: kernels with other conditional parts than Tokamax's.
-        """
+        """See `Backend`; None if the program has no Splash kernel."""
         return self._cycles(schedules, q, visibility, dynamic=False)
 
 

@@ -14,8 +14,7 @@ from flax import nnx
 
 from benchmarks.cases import Case
 from foveal import CompressedAttention, core_attention, select_entries
-from foveal.cli.checks import UNDECIDED
-from foveal.cli.layer import selected_entries
+from foveal.testing.choices import UNDECIDED, selected_entries
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.parameters import set_params
 
@@ -151,29 +150,22 @@ def transformers_core(case: Case) -> Contender:
 
 
 def transformers_layer(case: Case, undecided: tuple[int, ...] = ()) -> Contender:
-    """transformers' DeepseekV4Attention with the same parameters."""
+    """transformers' DeepseekV4Attention with the same parameters, given its tables and its mask ready-made."""
     import torch
-    from transformers import DeepseekV4Config
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention, DeepseekV4RotaryEmbedding
+
+    from foveal.testing.peer import peer_of_params
 
     torch.set_num_threads(1)
-    config, length = case.config, case.length
-    theirs = DeepseekV4Config(**_transformers_config(case))
-    theirs._attn_implementation = "eager"
-    module = DeepseekV4Attention(theirs, layer_idx=0).eval()
-    _load(module, random_params(config, case.layer_type, 0))
-    x = torch.from_numpy(random_hidden(1, 1, length, config.hidden_size)).requires_grad_(case.backward)
+    config = case.config
+    peer = peer_of_params(config, case.layer_type, random_params(config, case.layer_type, 0))
+    module = peer.module.eval()
+    x = torch.from_numpy(random_hidden(1, 1, case.length, config.hidden_size)).requires_grad_(case.backward)
     d_out = torch.from_numpy(_layer_cotangent(case, undecided))
-    positions = torch.arange(length)[None]
-    rotary = DeepseekV4RotaryEmbedding(theirs)
-    tables = {name: rotary(x.detach(), positions, layer_type=name) for name in ("main", "compress")}
-    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
-    seen = (column <= row) & (column > row - config.sliding_window)
-    bias = torch.zeros(length, length).masked_fill(~seen, float("-inf"))[None, None]
+    inputs = peer.inputs(x.detach())
 
     def run() -> torch.Tensor:
         with torch.set_grad_enabled(case.backward):
-            out, _ = module(x, tables, positions, bias)
+            out, _ = module(x, *inputs)
             if case.backward:
                 module.zero_grad(set_to_none=True)
                 x.grad = None
@@ -222,51 +214,3 @@ def _mask(case: Case, indices: np.ndarray | None) -> np.ndarray:
         np.put_along_axis(chosen, np.where(indices[0] < 0, visibility.slots, indices[0]), True, axis=1)
         entries = entries & chosen[:, :-1]
     return np.concatenate([window, entries], axis=1)
-
-
-def _transformers_config(case: Case) -> dict[str, Any]:
-    config = case.config
-    yarn = config.compress_rope.yarn
-    assert yarn is not None
-    return {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "head_dim": config.head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "q_lora_rank": config.q_lora_rank,
-        "o_groups": config.o_groups,
-        "o_lora_rank": config.o_lora_rank,
-        "sliding_window": config.sliding_window,
-        "layer_types": [str(case.layer_type)],
-        "index_n_heads": config.index_n_heads,
-        "index_head_dim": config.index_head_dim,
-        "index_topk": config.index_topk,
-        "rope_theta": config.rope.theta,
-        "compress_rope_theta": config.compress_rope.theta,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        },
-    }
-
-
-def _load(module: Any, params: Results) -> None:
-    """Copies parameters into a torch module: kernels are transposed, the grouped one is stacked over its groups."""
-    import torch
-
-    state = {}
-    for name, value in params.items():
-        array = np.asarray(value)
-        if name == "o_a_proj.kernel":
-            array = array.transpose(0, 2, 1).reshape(-1, array.shape[1])
-        elif name.endswith("kernel"):
-            array = array.T
-        renamed = name.replace("kernel", "weight").replace("scale", "weight")
-        state[renamed] = torch.from_numpy(np.ascontiguousarray(array))
-    missing, unexpected = module.load_state_dict(state, strict=False)
-    if missing or unexpected:
-        raise ValueError(f"parameters: missing {missing}, unexpected {unexpected}")

@@ -176,25 +176,10 @@ def compile_report(
         ValueError, ModuleNotFoundError: as `device_mesh`; and whatever tracing the function raises.
     """
     mesh = device_mesh(target) if mesh is None else mesh
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    jitted = hasattr(function, "lower")
-
-    def placed(array: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
-            sharding = everywhere
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    args = jax.tree.map(placed, args)
-    if not jitted:
-        layouts = jax.tree.map(lambda array: Format(Layout.AUTO, array.sharding), args)
-        # The results' shardings stay the compiler's choice where there is more than one device.
-        results = Format(Layout.AUTO, everywhere) if mesh.size == 1 else None
-        args = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
-        function = jax.jit(function, in_shardings=layouts, out_shardings=results)
+    jitted, args = _placed(function, args, mesh)
     start = time.process_time()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = function.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
+        lowered = jitted.lower(*args)
         lowering = time.process_time() - start
         start = time.process_time()
         try:
@@ -215,6 +200,26 @@ def compile_report(
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
     )
+
+
+def _placed(function: Any, args: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """A jitted function, and shapes of its arguments that lie on the mesh."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(array: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            sharding = everywhere
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    args = jax.tree.map(placed, args)
+    if hasattr(function, "lower"):
+        return function, args
+    layouts = jax.tree.map(lambda array: Format(Layout.AUTO, array.sharding), args)
+    # The results' shardings stay the compiler's choice where there is more than one device.
+    results = Format(Layout.AUTO, everywhere) if mesh.size == 1 else None
+    args = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
+    return jax.jit(function, in_shardings=layouts, out_shardings=results), args
 
 
 def _refusal(error: str) -> tuple[str, str]:

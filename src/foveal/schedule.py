@@ -91,14 +91,7 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     depths = [match[2].count(">") for match in matches]
     inside = [i for i, depth in enumerate(depths) if depth] or [*range(len(depths))]  # a kernel without a grid
     inner_loops = sum(1 for outer, depth in itertools.pairwise(depths) if depth > max(outer, 1))
-    starts = {int(region): i for i, body in enumerate(bodies) for region in _STARTS.findall(body)}
-    conditional = []
-    for i in inside:
-        for region in _BRANCH.findall(bodies[i]):
-            target = starts[int(region)]
-            if i < target <= inside[-1] + 1 and target - i - 1 > _DELAY_SLOTS:
-                conditional.append((i + 1 + _DELAY_SLOTS, target))
-    step = _nested(inside[0], inside[-1] + 1, conditional)
+    step = _nested(inside[0], inside[-1] + 1, _conditional(bodies, inside))
     base = step.size
     # Steps before the first and after the last only move data: all the work stands under one condition.
     while len(whole := [part for part in step.parts if part.size > step.size / 2]) == 1 and whole[0].parts:
@@ -106,6 +99,17 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     own = (p for p in step.parts if not any(_TRANSFER.search(body) for body in bodies[p.start : p.end]))
     branches = tuple(part.size for part in own)
     return KernelSchedule(name, base - sum(branches), branches, inner_loops)
+
+
+def _conditional(bodies: list[str], inside: list[int]) -> list[tuple[int, int]]:
+    """The ranges of bundles that a branch within the grid's step may skip."""
+    starts = {int(region): i for i, body in enumerate(bodies) for region in _STARTS.findall(body)}
+    branches = ((i, starts[int(region)]) for i in inside for region in _BRANCH.findall(bodies[i]))
+    return [
+        (i + 1 + _DELAY_SLOTS, target)
+        for i, target in branches
+        if i < target <= inside[-1] + 1 and target - i - 1 > _DELAY_SLOTS
+    ]
 
 
 def _nested(start: int, end: int, ranges: list[tuple[int, int]]) -> _Part:

@@ -124,8 +124,9 @@ def attend_densely(args, visibility, indices, cotangents):
 def plan_of(case: Case, visibility: Visibility, **overrides: int) -> Plan:
     (q, kv, entries, sinks), indices, _ = problem(case, 0)
     entries = kv[:, :0] if entries is None else entries
-    arrays: list[Any] = [None if a is None else jnp.asarray(a) for a in (q, kv, entries, sinks, indices)]
-    operands = Operands(*arrays[:4], visibility, arrays[4], None, D**-0.5, None)
+    arrays: dict[str, Any] = {"q": q, "kv": kv, "entries": entries, "sinks": sinks, "indices": indices}
+    arrays = {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()}
+    operands = Operands(**arrays, visibility=visibility, tainted=None, scale=D**-0.5, precision=None)
     return Plan.of(operands, **overrides)
 
 

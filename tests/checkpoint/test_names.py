@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, Dialect, LayerType
-from foveal.checkpoint.find import parameter_shapes
+from foveal.checkpoint.layers import parameter_shapes
 from foveal.checkpoint.names import (
     ROWS,
     attention_names,

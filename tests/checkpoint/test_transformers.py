@@ -8,7 +8,7 @@ import pytest
 
 from foveal import AttentionConfig, Dialect, Documents, LayerType, load_attention, save_attention
 from foveal.checkpoint.find import find_attention
-from foveal.cli.layer import UNDECIDED, selected_entries
+from foveal.testing.choices import UNDECIDED, selected_entries
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.numerics import assert_close
 from foveal.testing.parameters import get_params

@@ -25,6 +25,7 @@ from foveal.config import AttentionConfig
 from foveal.extras import missing
 from foveal.geometry import Visibility
 from foveal.layers import LayerType
+from foveal.testing import choices
 from foveal.testing.reference import reference_attention
 
 ESCAPE = "\x1b"
@@ -174,7 +175,7 @@ def test_the_indexer_selects_as_many_visible_entries_as_it_may():
     sample = layer.make_sample([b"thirty-three tokens of plain text", b"and some more"], 64, config, 0)
     documents = sample.packed.documents
     module = layer.make_layer(config, LayerType.CSA, 0)
-    slots, lead = layer.selected_entries(module, sample.packed.values, documents)
+    slots, lead = choices.selected_entries(module, sample.packed.values, documents)
     visibility = Visibility(documents, config.sliding_window, config.csa_ratio)
     counts = np.asarray(visibility.entry_counts)
     assert ((slots >= 0).sum(-1) == np.minimum(counts, config.index_topk)).all()
@@ -186,7 +187,7 @@ def test_the_indexer_selects_as_many_visible_entries_as_it_may():
 def test_a_tie_is_undecided_and_an_invisible_rival_is_none():
     scores = np.array([[[3.0, 2.0, 2.0], [3.0, 2.0, 1.0], [-3.0, -4.0, 9.0]]], np.float32)
     visible = np.array([[[True, True, True], [True, True, True], [True, True, False]]])
-    lead = layer._lead(jnp.asarray(scores), jnp.asarray(visible), 2)
+    lead = choices._lead(jnp.asarray(scores), jnp.asarray(visible), 2)
     np.testing.assert_allclose(lead, [[0.0, 1 / 3, np.inf]], rtol=1e-6)
 
 

@@ -111,8 +111,10 @@ def test_what_stands_before_them_must_be_told():
     ("field", "value"), [("history", -1), ("history", None), ("slots", -1), ("slots", 2.0), ("slots", True)]
 )
 def test_numbers_that_cannot_be(field, value):
-    make = {"history": lambda n: Visibility(Documents.unpacked(1, 4), 4, 2, history=n)}
-    make["slots"] = lambda n: EntryRange.of_rows(2, n)
+    make = {
+        "history": lambda n: Visibility(Documents.unpacked(1, 4), 4, 2, history=n),
+        "slots": lambda n: EntryRange.of_rows(2, n),
+    }
     with pytest.raises(ValueError, match=rf"^{field}: expected an int >= 0, got {value}"):
         make[field](value)
     with pytest.raises(ValueError, match=r"^compress_ratio: expected an int >= 1, got 0"):
@@ -144,7 +146,7 @@ def test_parts_of_a_packed_row_see_what_the_whole_row_sees(seed, parts, ratio):
     before = np.pad(np.asarray(wanted.window_mask()), ((0, 0), (0, 0), (window - 1, 0)))
     for first in range(0, length, size):
         rows = slice(first, first + size)
-        part = Documents(document_start=whole.document_start[:, rows], first_row=first)
+        part = Documents(document_start=whole.document_start[:, rows], first_row=jnp.int32(first))
         np.testing.assert_array_equal(part.positions, whole.positions[:, rows])
         np.testing.assert_array_equal(part.is_padding, whole.is_padding[:, rows])
         sight = Visibility.continuing(part, window, EntryRange.of_rows(ratio, wanted.slots))

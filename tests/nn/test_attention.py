@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, LightningIndexer
 from foveal.geometry import WindowLayout
-from foveal.nn import compressor
 from foveal.nn.indexer import IndexedCompressor
-from foveal.ops import rope_table
+from foveal.ops import pooling, rope_table
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close, tolerance
 from foveal.testing.parameters import set_params
@@ -234,8 +233,8 @@ def test_a_bfloat16_compressor_rounds_nothing_before_it_pools(layer_type, proble
     def product(name):
         return x.astype(np.float64) @ params[f"{name}.kernel"].astype(np.float64)
 
-    pooled, pool = [], compressor.pool_windows
-    monkeypatch.setattr(compressor, "pool_windows", lambda *a, **k: pooled.append(a[:2]) or pool(*a, **k))
+    pooled, pool = [], pooling.pool
+    monkeypatch.setattr(pooling, "pool", lambda *a, **k: pooled.append(a[:2]) or pool(*a, **k))
     layout = WindowLayout.of(Documents.unpacked(1, 19), CONFIG.compress_ratio(layer_type))
     table = rope_table(layout.positions, CONFIG.compress_rope, CONFIG.qk_rope_head_dim)
     assert layer.compressor is not None

@@ -69,57 +69,20 @@ def relative_error(actual, expected) -> float:
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-SAME_NAME = (
-    *("hidden_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank"),
-    *("sliding_window", "index_n_heads", "index_head_dim", "index_topk", "rms_norm_eps"),
-)
-
-
-def torch_name(name: str) -> str:
-    return name.replace(".kernel", ".weight").replace(".scale", ".weight")
-
-
-def to_torch_layout(name: str, value: np.ndarray) -> np.ndarray:
-    if name == "o_a_proj.kernel":  # [G, in, out] -> [G * out, in]
-        return value.transpose(0, 2, 1).reshape(-1, value.shape[1])
-    return value.T if name.endswith(".kernel") else value
-
-
 def transformers_attention(
-    modeling: ModuleType, layer_type: LayerType, params, x: np.ndarray, cotangent: np.ndarray
+    layer_type: LayerType, params, x: np.ndarray, cotangent: np.ndarray
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Output and gradients (of x under "x", and of every parameter, in torch's names and layouts) of transformers."""
-    torch = pytest.importorskip("torch")
-    yarn = CONFIG.compress_rope.yarn
-    assert yarn is not None
-    config = modeling.DeepseekV4Config(
-        num_hidden_layers=len(CONFIG.layer_types),
-        layer_types=[str(kind) for kind in CONFIG.layer_types],
-        compress_rates={LayerType.CSA.value: CONFIG.csa_ratio, LayerType.HCA.value: CONFIG.hca_ratio},
-        rope_theta=CONFIG.rope.theta,
-        compress_rope_theta=CONFIG.compress_rope.theta,
-        rope_parameters={"rope_type": "yarn", **dataclasses.asdict(yarn)},
-        max_position_embeddings=1024,
-        attn_implementation="eager",
-        **{name: getattr(CONFIG, name) for name in SAME_NAME},
-    )
-    dtype = torch.from_numpy(x).dtype
-    module = modeling.DeepseekV4Attention(config, CONFIG.layer_types.index(layer_type)).to(dtype)
-    state = {torch_name(name): torch.from_numpy(to_torch_layout(name, value).copy()) for name, value in params.items()}
-    module.load_state_dict(state, strict=True)
+    import torch
 
-    length = x.shape[1]
+    from foveal.testing.peer import peer_of_params
+
+    peer = peer_of_params(CONFIG, layer_type, params)
     hidden = torch.from_numpy(x).requires_grad_()
-    position_ids = torch.arange(length).reshape(1, -1)
-    rotary = modeling.DeepseekV4RotaryEmbedding(config)
-    embeddings = {label: rotary(hidden, position_ids, layer_type=label) for label in ("main", "compress")}
-    distance = position_ids.T - position_ids
-    hides = (distance < 0) | (distance >= CONFIG.sliding_window)
-    mask = torch.zeros(1, 1, length, length, dtype=dtype).masked_fill(hides, float("-inf"))
-    output, _ = module(hidden, embeddings, position_ids, mask)
+    output = peer(hidden)
     output.backward(torch.from_numpy(cotangent))
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
-    gradients["x"] = hidden.grad
+    leaves = {**dict(peer.module.named_parameters()), "x": hidden}
+    gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
     return output.detach().numpy(), {name: gradient.numpy() for name, gradient in gradients.items()}
 
 
@@ -131,8 +94,10 @@ def reference_vjp(params, x, cotangent, *, layer_type: LayerType):
 
 def reference_with_gradients(layer_type: LayerType, params, x: np.ndarray, cotangent: np.ndarray):
     """The same as `transformers_attention` from the reference."""
+    from foveal.testing.peer import peer_layout, peer_name
+
     output, gradients, x_gradient = reference_vjp(params, x, cotangent, layer_type=layer_type)
-    named = {torch_name(name): to_torch_layout(name, np.asarray(value)) for name, value in gradients.items()}
+    named = {peer_name(name): peer_layout(name, np.asarray(value)) for name, value in gradients.items()}
     return np.asarray(output), {**named, "x": np.asarray(x_gradient)}
 
 
@@ -148,12 +113,12 @@ def assert_selection_is_clear(params, x: np.ndarray) -> None:
             assert best[CONFIG.index_topk - 1] - best[CONFIG.index_topk] > 1e-4
 
 
-def compare_with_transformers(modeling, layer_type, length, dtype, *, output_tolerance, gradient_tolerance):
+def compare_with_transformers(layer_type, length, dtype, *, output_tolerance, gradient_tolerance):
     params, x = small_problem(layer_type, length, dtype=dtype)
     cotangent = np.random.default_rng(length).normal(size=x.shape).astype(dtype)
     if layer_type == LayerType.CSA:
         assert_selection_is_clear(params, x)
-    expected, expected_gradients = transformers_attention(modeling, layer_type, params, x, cotangent)
+    expected, expected_gradients = transformers_attention(layer_type, params, x, cotangent)
     actual, actual_gradients = reference_with_gradients(layer_type, params, x, cotangent)
     assert actual.dtype == expected.dtype == dtype
     np.testing.assert_allclose(actual, expected, rtol=output_tolerance, atol=output_tolerance)
@@ -188,17 +153,17 @@ def modeling_float64(modeling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> M
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
-def test_matches_transformers_float32(modeling, layer_type, length):
-    compare_with_transformers(modeling, layer_type, length, np.float32, output_tolerance=1e-5, gradient_tolerance=1e-5)
+@pytest.mark.usefixtures("modeling")
+def test_matches_transformers_float32(layer_type, length):
+    compare_with_transformers(layer_type, length, np.float32, output_tolerance=1e-5, gradient_tolerance=1e-5)
 
 
 @pytest.mark.parametrize("length", [3, 37])
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
-def test_matches_transformers_float64(modeling_float64, layer_type, length):
+@pytest.mark.usefixtures("modeling_float64")
+def test_matches_transformers_float64(layer_type, length):
     with jax.enable_x64(True):
-        compare_with_transformers(
-            modeling_float64, layer_type, length, np.float64, output_tolerance=1e-11, gradient_tolerance=1e-11
-        )
+        compare_with_transformers(layer_type, length, np.float64, output_tolerance=1e-11, gradient_tolerance=1e-11)
 
 
 # ------------------------------------------------------------------------------------------------------ wrong answers

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
-
-import jax.numpy as jnp
-from flax import nnx
 
 from foveal.checkpoint import fp8
 from foveal.checkpoint.files import CONFIG, CheckpointError, CheckpointFiles, StoredTensor, read_json
+from foveal.checkpoint.layers import parameter_shapes
 from foveal.checkpoint.names import (
     AttentionName,
     Dialect,
@@ -28,8 +24,6 @@ from foveal.checkpoint.names import (
     scale_names,
 )
 from foveal.config import AttentionConfig
-from foveal.nn.attention import CompressedAttention
-from foveal.typing import DTypeLike, Precision
 
 _PLAIN = ("BF16", "F16", "F32")
 _SCALES = ("F8_E8M0", "F32")
@@ -122,32 +116,6 @@ def find_attention(
     if problems:
         raise CheckpointError(files.path, problems)
     return AttentionCheckpoint(files, config, dialect, sources)
-
-
-def abstract_layer(
-    config: AttentionConfig,
-    layer: int,
-    dtype: DTypeLike = jnp.float32,
-    param_dtype: DTypeLike = jnp.float32,
-    precision: Precision = None,
-) -> CompressedAttention:
-    """A layer whose parameters are shapes: nothing is allocated."""
-    return nnx.eval_shape(
-        lambda: CompressedAttention(
-            config, layer, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=nnx.Rngs(0)
-        )
-    )
-
-
-def parameter_shapes(config: AttentionConfig, layer: int) -> Mapping[str, tuple[int, ...]]:
-    """Of a layer's parameters, by dotted path."""
-    return _shapes_of_type(dataclasses.replace(config, layer_types=(config.layer_type(layer),)))
-
-
-@functools.lru_cache(maxsize=16)  # a model has dozens of layers of three types
-def _shapes_of_type(config: AttentionConfig) -> Mapping[str, tuple[int, ...]]:
-    flat = nnx.to_flat_state(nnx.state(abstract_layer(config, 0), nnx.Param))
-    return MappingProxyType({".".join(map(str, path)): variable.shape for path, variable in flat})
 
 
 class _Finder:

@@ -14,7 +14,8 @@ from flax import nnx
 
 from foveal.checkpoint import fp8
 from foveal.checkpoint.files import DTYPES, CheckpointError
-from foveal.checkpoint.find import AttentionCheckpoint, Source, abstract_layer, find_attention
+from foveal.checkpoint.find import AttentionCheckpoint, Source, find_attention
+from foveal.checkpoint.layers import abstract_layer
 from foveal.checks import as_dtype
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention

@@ -15,7 +15,7 @@ from flax import nnx, traverse_util
 from flax.core import meta
 
 from foveal.checkpoint.files import CheckpointError
-from foveal.checkpoint.find import abstract_layer, parameter_shapes
+from foveal.checkpoint.layers import abstract_layer, parameter_shapes
 from foveal.checkpoint.names import maxtext_path, maxtext_shape, rows_of
 from foveal.checkpoint.save import common_config, parameters
 from foveal.checks import FLOATS, as_dtype

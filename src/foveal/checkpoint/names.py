@@ -32,6 +32,17 @@ class Dialect(enum.StrEnum):
     TRANSFORMERS_SAVED = "transformers-saved"
 
 
+def as_dialect(dialect: Dialect | str) -> Dialect:
+    """The dialect of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if dialect not in tuple(Dialect):
+        raise ValueError(f"dialect: expected one of {', '.join(map(repr, map(str, Dialect)))}, got {dialect!r}")
+    return Dialect(dialect)
+
+
 class Layout(enum.Enum):
     """How a file's array becomes the module's."""
 

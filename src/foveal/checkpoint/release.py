@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from foveal.checkpoint.find import parameter_shapes
 from foveal.checkpoint.fp8 import scale_shape
+from foveal.checkpoint.layers import parameter_shapes
 from foveal.checkpoint.names import Dialect, Stored, full_name, rows_of, scale_name
 from foveal.config import AttentionConfig
 from foveal.layers import LayerType

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from foveal.checkpoint.files import DTYPES
-from foveal.checkpoint.names import Dialect, Row, full_name, rows_of
+from foveal.checkpoint.names import Dialect, Row, as_dialect, full_name, rows_of
 from foveal.checkpoint.writing import SHARD_BYTES, ToWrite, write_checkpoint
 from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
@@ -50,17 +50,6 @@ def save_attention(
     config = common_config(layers)
     tensors = [tensor for layer in sorted(layers) for tensor in _tensors(layers[layer], layer, dialect)]
     write_checkpoint(path, tensors, config.to_hf_config(), shard_bytes)
-
-
-def as_dialect(dialect: Dialect | str) -> Dialect:
-    """The dialect of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if dialect not in tuple(Dialect):
-        raise ValueError(f"dialect: expected one of {', '.join(map(repr, map(str, Dialect)))}, got {dialect!r}")
-    return Dialect(dialect)
 
 
 def common_config(layers: Mapping[int, CompressedAttention]) -> AttentionConfig:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from foveal.cli.layer import UNDECIDED, Sample, make_layer, selected_entries
+from foveal.cli.layer import Sample, make_layer
 from foveal.config import AttentionConfig
 from foveal.geometry import Documents, Visibility, pack_documents
 from foveal.layers import LayerType
 from foveal.nn import CompressedAttention
+from foveal.testing.choices import UNDECIDED, selected_entries
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.parameters import get_params
 from foveal.testing.reference import reference_attention

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from foveal.config import AttentionConfig
-from foveal.geometry import Documents, PackedDocuments, pack_documents
+from foveal.geometry import PackedDocuments, pack_documents
 from foveal.layers import LayerType, RopeConfig, YarnConfig
 from foveal.nn import CompressedAttention
-from foveal.nn.memory import Fresh
 from foveal.testing.generators import random_params
 from foveal.testing.parameters import set_params
-from foveal.typing import Array
 
 DEMO_CONFIG = AttentionConfig(
     hidden_size=256,
@@ -38,9 +34,6 @@ DEMO_CONFIG = AttentionConfig(
     compress_rope=RopeConfig(160_000.0, YarnConfig(16.0, 65_536, 32.0, 1.0)),
 )
 """The released models' window, ratios and RoPE, in layers small enough for any CPU."""
-
-UNDECIDED = 1e-5
-"""A lead of a selected entry below this is rounding."""
 
 
 class Sample(NamedTuple):
@@ -77,45 +70,3 @@ def make_layer(config: AttentionConfig, layer_type: LayerType, seed: int) -> Com
     layer = CompressedAttention(config, layer_type=layer_type, rngs=nnx.Rngs(seed))
     set_params(layer, random_params(config, layer_type, seed))
     return layer
-
-
-def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """What a CSA layer's indexer selects, and how clearly.
-
-    Args:
-        layer: a CSA layer.
-        x: hidden states, [B, S, E].
-        documents: of these rows.
-
-    Returns:
-        int32 [B, S, K], the selected slots, -1 for none; and float32 [B, S], by how much the last selected entry
-        leads the best one left, relative to the query's largest score; infinite where none is left. Where the lead is
-        next to nothing, another order of summation may select another entry, and neither is wrong.
-    """
-    graph, state = nnx.split(layer)
-    config = layer.config
-
-    @jax.jit
-    def select(state: Any, x: Array, documents: Documents) -> tuple[Array, Array]:
-        layer = nnx.merge(graph, state)
-        made = layer.activations(x, Fresh(config, layer.spec, documents))
-        assert made.scored is not None
-        assert made.indices is not None
-        queries, weights, keys = made.scored
-        matches = jax.nn.relu(jnp.einsum("btij,bcj->btic", queries, keys, preferred_element_type=jnp.float32))
-        scores = jnp.einsum("btic,bti->btc", matches, weights)
-        return made.indices, _lead(scores, made.visibility.entry_mask(), config.index_topk)
-
-    slots, lead = select(state, jnp.asarray(x), documents)
-    return np.asarray(slots), np.asarray(lead)
-
-
-def _lead(scores: Array, visible: Array, top_k: int) -> Array:
-    """[B, S, C] -> [B, S]: see `selected_entries`."""
-    if scores.shape[-1] <= top_k:
-        return jnp.full(scores.shape[:2], jnp.inf, scores.dtype)
-    best, _ = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), top_k + 1)
-    last, next_best = best[:, :, top_k - 1], best[:, :, top_k]
-    largest = jnp.max(jnp.where(visible, jnp.abs(scores), 0.0), axis=-1)
-    lead = (last - next_best) / jnp.maximum(largest, jnp.finfo(scores.dtype).tiny)
-    return jnp.where(next_best == -jnp.inf, jnp.inf, lead)

@@ -15,9 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from foveal.cli.errors import CliError
-from foveal.cli.layer import DEMO_CONFIG, make_layer, make_sample, selected_entries
+from foveal.cli.layer import DEMO_CONFIG, make_layer, make_sample
 from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.layers import LayerType
+from foveal.testing.choices import selected_entries
 
 # The released window and ratios need thousands of tokens to show; these show the same in a row that fits a page.
 PICTURE_CONFIG = dataclasses.replace(DEMO_CONFIG, sliding_window=16, hca_ratio=16, index_topk=4)

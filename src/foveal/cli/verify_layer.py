@@ -14,10 +14,10 @@ from flax import nnx
 
 from foveal.checkpoint.find import AttentionCheckpoint
 from foveal.checkpoint.release import attention_tensors
-from foveal.cli.layer import UNDECIDED, selected_entries
 from foveal.config import AttentionConfig
 from foveal.geometry import Documents, Visibility
 from foveal.nn import CompressedAttention
+from foveal.testing.choices import UNDECIDED, selected_entries
 from foveal.testing.generators import random_hidden
 from foveal.testing.numerics import assert_close
 from foveal.testing.parameters import get_params

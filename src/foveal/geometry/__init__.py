@@ -3,6 +3,7 @@
 Everything follows from one integer per token, the row at which its document begins. Every other module asks here.
 """
 
+from foveal.geometry.blocks import Block, Blocks
 from foveal.geometry.documents import Documents, as_documents
 from foveal.geometry.packing import PackedDocuments, PaddedRows, Placement, left_aligned, pack_documents, unpack
 from foveal.geometry.visibility import (
@@ -18,6 +19,8 @@ from foveal.geometry.visibility import (
 from foveal.geometry.windows import WindowLayout, as_layout, window_halo
 
 __all__ = [
+    "Block",
+    "Blocks",
     "Documents",
     "EntryRange",
     "PackedDocuments",

@@ -35,10 +35,13 @@ class TileRanges(NamedTuple):
         first, end = self.slots
         return first // size, -(-end // size)
 
+    def sees_keys(self, first_key: int | Int32[Array, ""], count: int) -> Bool[Array, "B T N"]:
+        """bool [B, T, count] or [1, T, count]: whether each query sees raw keys [first_key, first_key + count)."""
+        return _in_range(self[:2], count, first_key)
+
     def sees(self, first_slot: int | Int32[Array, ""], count: int) -> Bool[Array, "B T N"]:
         """bool [B, T, count] or [1, T, count]: whether each query sees slots [first_slot, first_slot + count)."""
-        slot = first_slot + jnp.arange(count, dtype=jnp.int32)[None, None]
-        return (slot >= self.entry_first[..., None]) & (slot < self.entry_end[..., None])
+        return _in_range(self[2:], count, first_slot)
 
 
 T = TypeVar("T", int, np.ndarray, jax.Array)
@@ -342,7 +345,8 @@ def as_visibility(value: object) -> Visibility:
     return value
 
 
-def _in_range(bounds: tuple[Array, Array], size: int) -> Array:
+def _in_range(bounds: tuple[Array, Array], size: int, start: int | Array = 0) -> Array:
+    """bool [B, T, size]: which of [start, start + size) lie in each query's half-open range."""
     first, end = bounds
-    index = jnp.arange(size, dtype=jnp.int32)[None, None]
+    index = start + jnp.arange(size, dtype=jnp.int32)[None, None]
     return (index >= first[..., None]) & (index < end[..., None])

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from foveal.backends.once import first_only, reverse_only
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
-from foveal.geometry import Visibility, as_visibility
+from foveal.geometry import Block, Blocks, Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.ops.indexer_pairs import LOWEST, Block, Gathered, Plan, Sources, Streamed, Student, Teacher
+from foveal.ops.indexer_pairs import LOWEST, Gathered, Plan, QueryBlock, Sources, Streamed, Student, Teacher
 from foveal.program import planned, varying
 from foveal.typing import Array, Float, Float32, Int, Precision
 
@@ -154,55 +154,61 @@ def _over_blocks(
     *,
     gradients: bool,
 ) -> tuple[tuple[Array, Array], Student | None]:
-    length, size = student.q.shape[1], plan.queries
+    """The sum and the count of `IndexerLoss`, and the gradients if they are asked for."""
     finite = jnp.isfinite(student.keys).all(axis=-1)
     # What is not seen must not matter, and 0 x NaN is NaN: such keys become zeros, and their scores NaN.
-    keys = jnp.where(finite[..., None], student.keys, 0.0)
-    sources = Sources(keys, finite, teacher.entries)
+    sources = Sources(jnp.where(finite[..., None], student.keys, 0.0), finite, teacher.entries)
+    blocks = Blocks(plan.queries, student.q.shape[1])
 
     def step(i: Array, sums: _Sums) -> _Sums:
-        row = jnp.minimum(i * size, length - size)
-        fresh = row + jnp.arange(size, dtype=jnp.int32) >= i * size  # the last block may begin in the one before
-
-        def at(array: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(array, row, size, axis=1)
-
-        weights = at(student.weights).astype(jnp.float32)
-        block = Block(at(student.q), weights, at(teacher.q), at(teacher.whole), visibility.tile(row, size))
-        pairs = Streamed(plan, sources, block) if indices is None else Gathered(plan, sources, block, at(indices))
-        scores, logits, able = pairs.both()
-        rows, d_scores = _divergence(scores, logits, able)
-        keep = fresh[None] & rows.any_entry
-        total = sums.total + jnp.sum(jnp.where(keep, rows.divergence, 0.0))
-        count = sums.queries + jnp.sum(keep.astype(jnp.float32))
-        if sums.gradients is None:
-            return _Sums(total, count, None)
-        # Queries that count nothing, padding above all, may hold anything, of which nothing must reach a gradient.
-        d_scores = jnp.where(rows.any_entry[..., None], d_scores, 0.0)
-        counted = jnp.where(rows.any_entry[..., None, None], block.index_q, 0.0)
-        weights = jnp.where(rows.any_entry[..., None], weights, 0.0)
-        pairs = dataclasses.replace(pairs, block=block._replace(index_q=counted, weights=weights))
-        d_q, d_weights, d_keys = pairs.pull(d_scores, jnp.where(keep[..., None], d_scores, 0.0), sums.gradients.keys)
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=row, axis=1)
-        filled = Student(
-            put(sums.gradients.q, d_q.astype(student.q.dtype)),
-            put(sums.gradients.weights, d_weights.astype(student.weights.dtype)),
-            d_keys,
+        rows = blocks.at(i)
+        weights = rows.take(student.weights).astype(jnp.float32)
+        ranges = visibility.tile(rows.start, rows.size)
+        block = QueryBlock(rows.take(student.q), weights, rows.take(teacher.q), rows.take(teacher.whole), ranges)
+        pairs = (
+            Streamed(plan, sources, block) if indices is None else Gathered(plan, sources, block, rows.take(indices))
         )
+        divergences, d_scores = _divergence(*pairs.both())
+        keep = rows.fresh[None] & divergences.any_entry
+        total = sums.total + jnp.sum(jnp.where(keep, divergences.divergence, 0.0))
+        count = sums.queries + jnp.sum(keep.astype(jnp.float32))
+        filled = sums.gradients
+        if filled is not None:
+            filled = _pulled(pairs, rows, divergences.any_entry, keep, d_scores, filled)
         return _Sums(total, count, filled)
 
-    zero = jnp.zeros((), jnp.float32)
-    empty = None
+    zero, empty = jnp.zeros((), jnp.float32), None
     if gradients:
-        empty = Student(
-            jnp.zeros_like(student.q), jnp.zeros_like(student.weights), jnp.zeros(student.keys.shape, jnp.float32)
-        )
+        empty = student._replace(keys=student.keys.astype(jnp.float32))
+        empty = jax.tree.map(jnp.zeros_like, empty)
     start = varying(_Sums(zero, zero, empty), (student, teacher, visibility, indices))
-    sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // size)), step, start)
-    if sums.gradients is not None:
-        narrow = sums.gradients.keys.astype(student.keys.dtype)
-        sums = sums._replace(gradients=sums.gradients._replace(keys=narrow))
-    return (sums.total, sums.queries), sums.gradients
+    sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start)
+    filled = sums.gradients
+    if filled is not None:
+        filled = filled._replace(keys=filled.keys.astype(student.keys.dtype))
+    return (sums.total, sums.queries), filled
+
+
+def _pulled(
+    pairs: Streamed | Gathered, rows: Block, counts: Array, keep: Array, d_scores: Array, filled: Student
+) -> Student:
+    """The gradients with those of a block's queries in them.
+
+    Queries that do not count, padding above all, may hold NaN; none of it may reach a gradient.
+    """
+    block = pairs.block
+    d_scores = jnp.where(counts[..., None], d_scores, 0.0)
+    q, weights = (
+        jnp.where(counts[..., None, None], block.index_q, 0.0),
+        jnp.where(counts[..., None], block.weights, 0.0),
+    )
+    pairs = dataclasses.replace(pairs, block=block._replace(index_q=q, weights=weights))
+    d_q, d_weights, d_keys = pairs.pull(d_scores, jnp.where(keep[..., None], d_scores, 0.0), filled.keys)
+    return Student(
+        rows.put(filled.q, d_q.astype(filled.q.dtype)),
+        rows.put(filled.weights, d_weights.astype(filled.weights.dtype)),
+        d_keys,
+    )
 
 
 class _RowSums(NamedTuple):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from foveal.checks import as_array
-from foveal.geometry import TileRanges, Visibility
+from foveal.geometry import Block, Blocks, TileRanges, Visibility
 from foveal.ops.indexing import relu
 from foveal.program import per_row, platform, varying
 from foveal.typing import Array, Precision, lowest
@@ -82,7 +81,7 @@ class Sources(NamedTuple):
     entries: Array
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Of T queries: the indexer's q and float32 weights, the attention's q and denominators, what they see."""
 
     index_q: Array
@@ -131,32 +130,24 @@ class Streamed:
 
     plan: Plan
     sources: Sources
-    block: Block
+    block: QueryBlock
 
     def _columns(self) -> tuple[Array, Array]:
         """First block of entries that any query sees, and one past the last."""
         return self.block.ranges.slot_blocks(self.plan.entries)
 
-    def _at(self, j: Array) -> tuple[Array, Array, Array]:
-        """First slot of a block; whether each query sees each, bool [B or 1, T, N]; and which no block before had.
+    def _at(self, j: Array) -> tuple[Block, Array]:
+        """A block of slots, and whether each query sees each, bool [B or 1, T, N]."""
+        columns = Blocks(self.plan.entries, self.sources.keys.shape[1]).at(j)
+        return columns, self.block.ranges.sees(columns.start, columns.size)
 
-        The last block may begin in the one before: what both have counts once.
-        """
-        size = self.plan.entries
-        column = jnp.minimum(j * size, self.sources.keys.shape[1] - size)
-        fresh = column + jnp.arange(size, dtype=jnp.int32) >= j * size
-        return column, self.block.ranges.sees(column, size), fresh[None, None]
-
-    def _take(self, array: Array, column: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, column, self.plan.entries, axis=1)
-
-    def _dots(self, column: Array) -> tuple[Array, Array]:
+    def _dots(self, columns: Block) -> tuple[Array, Array]:
         """float32 [B, T, I, N], and the keys."""
-        keys = self._take(self.sources.keys, column)
+        keys = columns.take(self.sources.keys)
         return _matmul("btij,bcj->btic", self.block.index_q, keys, self.plan), keys
 
-    def _logits(self, column: Array) -> Array:
-        entries = self._take(self.sources.entries, column)
+    def _logits(self, columns: Block) -> Array:
+        entries = columns.take(self.sources.entries)
         return _matmul("bthd,bcd->bthc", self.block.q, entries, self.plan) * self.plan.scale
 
     def both(self) -> tuple[Array, Array, Array]:
@@ -166,13 +157,12 @@ class Streamed:
         whole = self._own_denominators() if self.plan.own_denominator else self.block.whole
 
         def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
-            column, _, _ = self._at(j)
-            dots, _ = self._dots(column)
+            columns, _ = self._at(j)
+            dots, _ = self._dots(columns)
             scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
-            scores = jnp.where(self._take(self.sources.finite, column)[:, None], scores, jnp.nan)
-            logits = heads_logits(self._logits(column), whole)
-            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=2)
-            return put(both[0], scores), put(both[1], logits)
+            scores = jnp.where(columns.take(self.sources.finite)[:, None], scores, jnp.nan)
+            logits = heads_logits(self._logits(columns), whole)
+            return columns.put(both[0], scores, axis=2), columns.put(both[1], logits, axis=2)
 
         empty = jnp.full((batch, queries, slots), LOWEST, jnp.float32)
         start = varying((empty, empty), (self.sources, self.block))
@@ -183,8 +173,8 @@ class Streamed:
         """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone; anything finite without any."""
 
         def step(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            column, seen, fresh = self._at(j)
-            logits = jnp.where((seen & fresh)[:, :, None], self._logits(column), LOWEST)
+            columns, seen = self._at(j)
+            logits = jnp.where((seen & columns.fresh[None, None])[:, :, None], self._logits(columns), LOWEST)
             peak = jnp.maximum(sums[0], logits.max(axis=-1))
             safe = jnp.where(peak <= LOWEST, 0.0, peak)
             total = sums[1] * jnp.exp(sums[0] - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1)
@@ -202,18 +192,14 @@ class Streamed:
         """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
 
         def step(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            column, seen, fresh = self._at(j)
-            dots, keys = self._dots(column)
+            columns, seen = self._at(j)
+            dots, keys = self._dots(columns)
             dots = jnp.where(seen[:, :, None], dots, 0.0)
-            take = functools.partial(
-                jax.lax.dynamic_slice_in_dim, start_index=column, slice_size=self.plan.entries, axis=2
-            )
-            of_all, of_fresh = (jnp.where(fresh, take(d), 0.0) for d in (d_scores, d_fresh))
+            fresh = columns.fresh[None, None]
+            of_all, of_fresh = (jnp.where(fresh, columns.take(d, axis=2), 0.0) for d in (d_scores, d_fresh))
             d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, of_all, "btic,bcj->btij", keys)
             d_here = _matmul("btic,btij->bcj", d_dots(of_fresh), self.block.index_q, self.plan)
-            old = jax.lax.dynamic_slice_in_dim(sums[2], column, self.plan.entries, axis=1)
-            added = jax.lax.dynamic_update_slice_in_dim(sums[2], old + d_here, column, axis=1)
-            return sums[0] + d_q, sums[1] + d_weights, added
+            return sums[0] + d_q, sums[1] + d_weights, columns.add(sums[2], d_here)
 
         zeros = (jnp.zeros(a.shape, jnp.float32) for a in (self.block.index_q, self.block.weights))
         start = (*varying(tuple(zeros), (self.sources, self.block)), d_keys)
@@ -226,7 +212,7 @@ class Gathered:
 
     plan: Plan
     sources: Sources
-    block: Block
+    block: QueryBlock
     indices: Array
 
     def _gather(self, array: Array) -> Array:
@@ -265,7 +251,7 @@ class Gathered:
 
 
 def _pull_dots(
-    plan: Plan, block: Block, dots: Array, d_scores: Array, spelling: str, keys: Array
+    plan: Plan, block: QueryBlock, dots: Array, d_scores: Array, spelling: str, keys: Array
 ) -> tuple[Array, Array, Any]:
     """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from foveal.checks import as_indices, as_precision, as_scale
-from foveal.geometry import Visibility, as_visibility, membership
+from foveal.geometry import Blocks, Visibility, as_visibility, membership
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank
@@ -87,21 +87,20 @@ def indexer_recall(
     if batch * length == 0 or chosen == 0 or chosen >= slots:
         return IndexerRecall(zero, zero)
     indices = visibility.seen_slots(indices)
-    q, size = planned(q), min(per_row(_ELEMENTS // (heads * slots), batch, 1), length)
+    q, blocks = planned(q), Blocks(min(per_row(_ELEMENTS // (heads * slots), batch, 1), length), length)
 
     def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        row = jnp.minimum(i * size, length - size)
-        fresh = row + jnp.arange(size, dtype=jnp.int32) >= i * size  # the last block may begin in the one before
-        q_at, whole_at, chosen_at = (jax.lax.dynamic_slice_in_dim(a, row, size, axis=1) for a in (q, whole, indices))
-        ranges = visibility.tile(row, size)
+        rows = blocks.at(i)
+        q_at, whole_at, chosen_at = (rows.take(array) for array in (q, whole, indices))
+        ranges = visibility.tile(rows.start, rows.size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
         ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
         best = best_of(ranks, chosen)
         both = jnp.take_along_axis(membership(chosen_at, slots), jnp.maximum(best, 0), axis=2) & (best >= 0)
-        choice = fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
+        choice = rows.fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
         found = jnp.sum(jnp.where(choice, both.sum(axis=-1), 0), dtype=jnp.float32)
         count = jnp.sum(jnp.where(choice, (best >= 0).sum(axis=-1), 0), dtype=jnp.float32)
         return sums[0] + found, sums[1] + count
 
     start = varying((zero, zero), (q, entries, whole, indices, visibility))
-    return IndexerRecall(*jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // size)), step, start))
+    return IndexerRecall(*jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.checks import as_array, as_int, as_precision
-from foveal.geometry import TileRanges, Visibility, as_visibility
+from foveal.geometry import Block, Blocks, TileRanges, Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.program import per_row, planned, platform, varying
 from foveal.typing import Array, Float, Int32, Precision, Size
@@ -92,13 +92,14 @@ def best_entries(
         return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen)
     index = _Index(q, weights, jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
-    def step(i: Array, out: Array) -> Array:
-        row = jnp.minimum(i * plan.queries, length - plan.queries)
-        slots = _block(plan, index.at(row, plan.queries), index.largest)
-        return jax.lax.dynamic_update_slice_in_dim(out, slots, row, axis=1)
+    blocks = Blocks(plan.queries, length)
 
-    start = varying(jnp.zeros((batch, length, chosen), jnp.int32), (index, q))
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(-(-length // plan.queries)), step, start)
+    def step(i: Array, out: Array) -> Array:
+        rows = blocks.at(i)
+        return rows.put(out, _block(plan, index.at(rows), index.largest))
+
+    start = varying(jnp.zeros((batch, length, chosen), jnp.int32), (q, weights, keys, visibility))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +146,10 @@ class _Index(NamedTuple):
     largest: Array
     visibility: Visibility
 
-    def at(self, row: Array, size: int) -> _Block:
-        """The queries [row, row + size) of all batch rows."""
-        q, weights = (jax.lax.dynamic_slice_in_dim(array, row, size, axis=1) for array in (self.q, self.weights))
-        return _Block(q, weights, self.keys, self.visibility.tile(row, size))
+    def at(self, rows: Block) -> _Block:
+        """The queries at some rows of all batch rows."""
+        ranges = self.visibility.tile(rows.start, rows.size)
+        return _Block(rows.take(self.q), rows.take(self.weights), self.keys, ranges)
 
 
 class _Block(NamedTuple):
@@ -190,14 +191,14 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
     slots = block.keys.shape[axis]
 
     def step(j: Array, ranks: Array) -> Array:
-        column = jnp.minimum(j * plan.entries, slots - plan.entries)
-        keys = jax.lax.dynamic_slice_in_dim(block.keys, column, plan.entries, axis=axis)
+        columns = Blocks(plan.entries, slots).at(j)
+        keys = columns.take(block.keys, axis)
         dots = jnp.einsum(product, block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
-        ranks_here = rank(scores, block.ranges.sees(column, plan.entries))
-        return jax.lax.dynamic_update_slice_in_dim(ranks, ranks_here, column, axis=2)
+        ranks_here = rank(scores, block.ranges.sees(columns.start, columns.size))
+        return columns.put(ranks, ranks_here, axis=2)
 
     start = varying(jnp.full((batch, queries, slots), _NEVER, jnp.int32), block)
     return jax.lax.fori_loop(*block.ranges.slot_blocks(plan.entries), step, start)

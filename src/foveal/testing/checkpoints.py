@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from foveal.checkpoint.fp8 import BLOCK
-from foveal.checkpoint.names import Dialect, Row, Stored, full_name, rows_of, scale_name
-from foveal.checkpoint.save import as_dialect
+from foveal.checkpoint.names import Dialect, Row, Stored, as_dialect, full_name, rows_of, scale_name
 from foveal.checkpoint.writing import SHARD_BYTES, ToWrite, write_checkpoint
 from foveal.config import AttentionConfig
 from foveal.testing.generators import random_params

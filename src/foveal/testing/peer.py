@@ -46,14 +46,14 @@ class Peer:
         state: its parameters, under the names and in the layouts of transformers' module.
 
     Attributes:
-        module: the `DeepseekV4Attention`, float32.
+        module: the `DeepseekV4Attention`, in the parameters' dtype.
         config: its config.
     """
 
     def __init__(self, config: DeepseekV4Config, layer: int, state: Mapping[str, torch.Tensor]) -> None:
         self.config = config
         config._attn_implementation = "eager"
-        self.module = modeling.DeepseekV4Attention(config, layer)
+        self.module = modeling.DeepseekV4Attention(config, layer).to(next(iter(state.values())).dtype)
         self.module.load_state_dict(dict(state), strict=True)
         self.rotary = modeling.DeepseekV4RotaryEmbedding(self.config)
 
@@ -66,14 +66,18 @@ class Peer:
         return self._run(self.module, hidden, start, cache)
 
     def _run(self, module: torch.nn.Module, hidden: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
+        return module(hidden, *self.inputs(hidden, start, cached=cache is not None), cache)[0]
+
+    def inputs(self, hidden: torch.Tensor, start: int = 0, *, cached: bool = False) -> tuple[Any, ...]:
+        """What the module takes besides hidden states [1, T, E] from position `start`: RoPE, positions, a mask."""
         window = self.config.sliding_window
-        first_key = 0 if cache is None else max(start - window + 1, 0)
+        first_key = max(start - window + 1, 0) if cached else 0
         positions = torch.arange(start, start + hidden.shape[1])[None]
         distance = positions.T - torch.arange(first_key, start + hidden.shape[1])[None]
         unseen = (distance < 0) | (distance >= window)
         mask = torch.zeros(distance.shape, dtype=hidden.dtype).masked_fill(unseen, float("-inf"))[None, None]
         tables = {label: self.rotary(hidden, positions, layer_type=label) for label in ("main", "compress")}
-        return module(hidden, tables, positions, mask, cache)[0]
+        return tables, positions, mask
 
     def with_choice(self, hidden: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray | None]:
         """Outputs, and the entries that the indexer selects.

@@ -14,23 +14,23 @@ from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Part,
     Sources,
     Tile,
+    entry_block,
     entry_columns,
-    entry_start,
     entry_steps,
     gathered_columns,
     restored,
     selected_slots,
     stored,
     tile_at,
-    tile_count,
+    tiles_of,
     window_columns,
     window_start,
 )
 from foveal.backends.operands import Operands, silent
 from foveal.backends.sinks import RowGradients, row_gradients
+from foveal.geometry import Block, Blocks
 from foveal.program import varying
 from foveal.typing import Array, lowest
 
@@ -86,7 +86,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
             grads = grads._replace(entries=d_entries)
         if grads.sinks is not None and of_rows.sink_share is not None:
             inner = of_rows.inner if sums.inner is None else of_rows.share * sums.inner
-            d_sinks = jnp.where(tile.fresh[None, :, None], -of_rows.sink_share * inner, 0.0)
+            d_sinks = jnp.where(tile.rows.fresh[None, :, None], -of_rows.sink_share * inner, 0.0)
             grads = grads._replace(sinks=grads.sinks + jnp.sum(d_sinks, axis=(0, 1)))
         return grads._replace(q=tile.put(grads.q, sums.q))
 
@@ -97,7 +97,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         None if sinks is None else jnp.zeros(sinks.shape, wide),
     )
     start = varying(start, (q, d_out, d_lse))
-    grads = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    grads = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles_of(plan, operands).count), step, start)
     return grads._replace(q=restored(grads.q))
 
 
@@ -128,7 +128,7 @@ def _window(
     exact = operands.sinks is not None and rows.q.dtype != rows.lse.dtype
     sums, d_keys = _columns(plan, tile, rows, window_columns(plan, operands, sources, tile), exact=exact)
     start, size = window_start(plan, operands, tile), plan.window_columns
-    grads = grads._replace(kv=_add_at(grads.kv, d_keys[:, :size], start))
+    grads = grads._replace(kv=Block(start, start, size).add(grads.kv, d_keys[:, :size]))
     if plan.entries == "few":
         grads = grads._replace(entries=grads.entries + d_keys[:, size:])
     return sums, grads
@@ -143,10 +143,11 @@ def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows:
     steps = entry_steps(plan, tile)
     selected = selected_slots(operands, tile, steps)
 
-    def streamed(block: Array, both: Both) -> Both:
-        columns = entry_columns(plan, operands, sources, tile, selected, block)
+    def streamed(i: Array, both: Both) -> Both:
+        block = entry_block(plan, operands, i)
+        columns = entry_columns(sources, tile, selected, block)
         more, d_keys = _columns(plan, tile, rows, columns, exact=both[0].inner is not None)
-        return jax.tree.map(jnp.add, both[0], more), _add_at(both[1], d_keys, entry_start(plan, operands, block))
+        return jax.tree.map(jnp.add, both[0], more), block.add(both[1], d_keys)
 
     both = jax.lax.fori_loop(steps.first, steps.end, streamed, both)
     if plan.entries != "gather":
@@ -155,19 +156,19 @@ def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows:
     slots = tile.take(operands.indices)
 
     def gathered(i: Array, both: Both) -> Both:
-        return _gathered(plan, operands, tile, rows, slots, i * plan.gather_block, both)
+        part = Blocks(plan.gather_block, plan.query_block).at(i)
+        return _gathered(plan, operands, tile, rows, slots, part, both)
 
     return jax.lax.fori_loop(0, steps.parts, gathered, both)
 
 
-def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, first: Array, both: Both) -> Both:
+def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Array, part: Block, both: Both) -> Both:
     """`both` with what some queries' selected entries add.
 
     q and d_out are stacked, as are the gradients of the scores and the weights: in one matmul instead of two, since
     these are small, a query's heads by its entries.
     """
-    part = Part(first, plan.gather_block)
-    slots, fresh = part.take(slots), jax.lax.dynamic_slice_in_dim(tile.fresh, first, plan.gather_block)
+    slots, fresh = part.take(slots), part.take(tile.rows.fresh, axis=0)
     columns = gathered_columns(operands, slots)
     mine, keys, narrow = jax.tree.map(part.take, rows), columns.keys.rows, rows.q.dtype
     stacked_rows = jnp.stack([mine.q, mine.d_out], axis=2)
@@ -193,7 +194,7 @@ def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, slots: Ar
 
 def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bool) -> tuple[_Sums, Array]:
     """The addends of some columns to a tile's sums, with or without `_Sums.inner`, and the gradient of their keys."""
-    mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
+    mask = (columns.mask & tile.rows.fresh[None, :, None])[:, :, None]
     weights = _weights(plan, rows, mask, dot_keys(plan, rows.q, columns.keys))
     d_weights = dot_keys(plan, rows.d_out, columns.keys)
     narrow = rows.q.dtype
@@ -231,7 +232,7 @@ def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], T]) -> T:
         return compute()
     made = jax.eval_shape(compute)
     return jax.lax.cond(
-        tile.row >= 0, compute, lambda: varying(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made), like)
+        tile.rows.start >= 0, compute, lambda: varying(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), made), like)
     )
 
 
@@ -240,9 +241,3 @@ def _onto_keys(plan: Plan, weights: Array, rows: Array, columns: Columns) -> Arr
     if columns.keys.columns is not None:
         return contract(plan, weights, rows, ((1, 2), (1, 2)), ((0,), (0,)))
     return contract(plan, weights, rows, ((2,), (2,)), ((0, 1), (0, 1)))
-
-
-def _add_at(array: Array, rows: Array, start: Array) -> Array:
-    """`array` [B, N, D] with `rows` added from row `start` on."""
-    old = jax.lax.dynamic_slice_in_dim(array, start, rows.shape[1], axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(array, old + rows, start, axis=1)

@@ -12,9 +12,9 @@ from foveal.backends.chunked.plan import Plan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Part,
     Sources,
     Tile,
+    entry_block,
     entry_columns,
     entry_steps,
     gathered_columns,
@@ -22,11 +22,12 @@ from foveal.backends.chunked.tiles import (
     selected_slots,
     stored,
     tile_at,
-    tile_count,
+    tiles_of,
     window_columns,
 )
 from foveal.backends.operands import Operands, settled
 from foveal.backends.sinks import share_of_keys
+from foveal.geometry import Blocks
 from foveal.program import varying
 from foveal.typing import Array, accumulation_dtype, lowest
 
@@ -63,7 +64,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
     start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], wide)
     start = varying(start, q)
-    out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tile_count(plan, operands)), step, start)
+    out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles_of(plan, operands).count), step, start)
     return restored(out), lse
 
 
@@ -75,8 +76,9 @@ def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Sof
     steps = entry_steps(plan, tile)
     selected = selected_slots(operands, tile, steps)
 
-    def absorb_block(block: Array, state: Softmax) -> Softmax:
-        return _absorb(state, plan, q, entry_columns(plan, operands, sources, tile, selected, block))
+    def absorb_block(i: Array, state: Softmax) -> Softmax:
+        block = entry_block(plan, operands, i)
+        return _absorb(state, plan, q, entry_columns(sources, tile, selected, block))
 
     state = jax.lax.fori_loop(steps.first, steps.end, absorb_block, state)
     if plan.entries == "stream":
@@ -85,7 +87,7 @@ def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Sof
     slots = tile.take(operands.indices)
 
     def absorb_gathered(i: Array, state: Softmax) -> Softmax:
-        part = Part(i * plan.gather_block, plan.gather_block)
+        part = Blocks(plan.gather_block, plan.query_block).at(i)
         mine = jax.tree.map(part.take, state)
         more = _absorb(mine, plan, part.take(q), gathered_columns(operands, part.take(slots)))
         return jax.tree.map(part.put, state, more)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.operands import Operands
-from foveal.geometry import TileRanges, membership
+from foveal.geometry import Block, Blocks, TileRanges, membership
 from foveal.program import varying
 from foveal.typing import Array
 
@@ -61,14 +61,11 @@ class Tile(NamedTuple):
     """T queries.
 
     Attributes:
-        row: their first row.
-        fresh: bool [T]: the queries that no other tile computes. The last tile is moved up to end with the row, so
-            it repeats some queries of the one before.
+        rows: their rows.
         ranges: what they see.
     """
 
-    row: Array
-    fresh: Array
+    rows: Block
     ranges: TileRanges
 
     @property
@@ -78,27 +75,11 @@ class Tile(NamedTuple):
 
     def take(self, array: Array) -> Array:
         """Its rows of [B, S, ...], `stored` or not."""
-        return restored(jax.lax.dynamic_slice_in_dim(array, self.row, self.fresh.shape[0], axis=1))
+        return restored(self.rows.take(array))
 
     def put(self, array: Array, rows: Array) -> Array:
         """`array` [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
-        stored_rows = _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(array, stored_rows, self.row, axis=1)
-
-
-class Part(NamedTuple):
-    """Some consecutive queries of a tile: `size` of them, which is static."""
-
-    first: Array
-    size: int
-
-    def take(self, array: Array) -> Array:
-        """Of [B, T, ...]."""
-        return jax.lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1)
-
-    def put(self, array: Array, rows: Array) -> Array:
-        """`array` [B, T, ...] with these of its rows replaced."""
-        return jax.lax.dynamic_update_slice_in_dim(array, rows, self.first, axis=1)
+        return self.rows.put(array, _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype))
 
 
 class Columns(NamedTuple):
@@ -113,23 +94,21 @@ class Columns(NamedTuple):
     mask: Array
 
 
-def tile_count(plan: Plan, operands: Operands) -> int:
-    """How many tiles cover the rows."""
-    return -(-operands.q.shape[1] // plan.query_block)
+def tiles_of(plan: Plan, operands: Operands) -> Blocks:
+    """The tiles that cover the rows."""
+    return Blocks(plan.query_block, operands.q.shape[1])
 
 
 def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
     """The tile of a step. The last comes first, so that the rows it repeats are written again by their own tile."""
-    size, length = plan.query_block, operands.q.shape[1]
-    first = (tile_count(plan, operands) - 1 - step) * size
-    row = jnp.minimum(first, length - size)
-    fresh = row + jnp.arange(size, dtype=jnp.int32) >= first
-    return Tile(row, fresh, operands.visibility.tile(row, size))
+    tiles = tiles_of(plan, operands)
+    rows = tiles.at(tiles.count - 1 - step)
+    return Tile(rows, operands.visibility.tile(rows.start, rows.size))
 
 
 def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
     """First raw key of the tile's window columns, which end with its last query's own."""
-    row = operands.visibility.history + tile.row + plan.query_block - plan.window_columns
+    row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
     return jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
 
 
@@ -144,14 +123,14 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     """The raw keys, followed by all entries where these are few."""
     start = window_start(plan, operands, tile)
     keys = sources.kv.slice(start, plan.window_columns)
-    mask = _between(start, plan.window_columns, tile.ranges.window_first, tile.ranges.window_end)
+    mask = tile.ranges.sees_keys(start, plan.window_columns)
     if plan.entries != "few":
         return Columns(keys, mask)
     slots = operands.entries.shape[1]
     entries = sources.entries.slice(jnp.int32(0), slots)
     assert keys.columns is not None
     assert entries.columns is not None
-    entry_mask = _between(jnp.int32(0), slots, tile.ranges.entry_first, tile.ranges.entry_end)
+    entry_mask = tile.ranges.sees(0, slots)
     selected = selected_slots(operands, tile)
     if selected is not None:
         entry_mask = entry_mask & selected
@@ -164,9 +143,9 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     return Columns(together, jnp.concatenate(both, axis=-1))
 
 
-def entry_start(plan: Plan, operands: Operands, block: Array) -> Array:
-    """First slot of a block's columns; the last block is moved up to end with the entries."""
-    return jnp.minimum(block * plan.entry_block, operands.entries.shape[1] - plan.entry_block)
+def entry_block(plan: Plan, operands: Operands, index: Array) -> Block:
+    """Slots that are streamed in one step."""
+    return Blocks(plan.entry_block, operands.slots).at(index)
 
 
 def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -> Array | None:
@@ -180,16 +159,12 @@ def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -
     return jax.lax.cond(steps.end > steps.first, lambda: membership(slots, count), lambda: nothing)
 
 
-def entry_columns(
-    plan: Plan, operands: Operands, sources: Sources, tile: Tile, selected: Array | None, block: Array
-) -> Columns:
+def entry_columns(sources: Sources, tile: Tile, selected: Array | None, block: Block) -> Columns:
     """One block of entries; `selected` of `selected_slots`."""
-    start = entry_start(plan, operands, block)
-    keys = sources.entries.slice(start, plan.entry_block)
-    first = jnp.maximum(tile.ranges.entry_first, block * plan.entry_block)  # the slots before are another block's
-    mask = _between(start, plan.entry_block, first, tile.ranges.entry_end)
+    keys = sources.entries.slice(block.start, block.size)
+    mask = tile.ranges.sees(block.start, block.size) & block.fresh[None, None]
     if selected is not None:
-        mask = mask & jax.lax.dynamic_slice_in_dim(selected, start, plan.entry_block, axis=2)
+        mask = mask & block.take(selected, axis=2)
     return Columns(keys, mask)
 
 
@@ -202,15 +177,15 @@ class Steps(NamedTuple):
 
 
 def entry_steps(plan: Plan, tile: Tile) -> Steps:
-    """What streams has nothing to gather, and the other way round.
+    """A tile either streams or gathers.
 
     A tile gathers where its queries together, of all batch rows, span many slots. Two loops, one of which is empty,
     serve better than a branch: with it XLA for CPUs copies what it adds to, and under `vmap` both sides are computed.
     """
-    first, end = tile.ranges.slots
-    blocks = first // plan.entry_block, -(-end // plan.entry_block)
+    blocks = tile.ranges.slot_blocks(plan.entry_block)
     if plan.entries != "gather":
         return Steps(*blocks, 0)
+    first, end = tile.ranges.slots
     gather = end - first > plan.stream_up_to
     parts = jnp.where(gather, plan.query_block // plan.gather_block, 0)
     return Steps(blocks[0], jnp.where(gather, blocks[0], blocks[1]), parts)
@@ -222,9 +197,3 @@ def gathered_columns(operands: Operands, slots: Array) -> Columns:
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
     keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")
     return Columns(Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)
-
-
-def _between(start: Array, size: int, first: Array, end: Array) -> Array:
-    """bool [B or 1, T, size]: columns start ... start + size - 1 that lie in [first, end)."""
-    column = start + jnp.arange(size, dtype=jnp.int32)[None, None]
-    return (column >= first[..., None]) & (column < end[..., None])

@@ -170,30 +170,34 @@ def _backward_row(
     d_lse: Array,
 ) -> tuple[Array, Array, Array, Array]:
     """Gradients of queries [H, S, D] and sinks [H], and of keys and values [columns, D] in float32."""
-
-    def group(sums: tuple[Array, Array], *parts: Any) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        q, out, lse, d_out, d_lse, sinks = parts
-        inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
-        quiet = silent(lse, row.padding[None])
-        of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], quiet)
-        g = jnp.where(quiet[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
-        # A silent query's weights are zero, but 0 x NaN is NaN.
-        sound = jnp.where(quiet[..., None], 0.0, q)
-        operands = RowOperands(_padded(plan, sound), row.keys, row.values, row.segments)
-        d_q, d_k, d_v = kernel.backward(
-            plan.call,
-            masks.backward,
-            operands,
-            _padded(plan, of_rows.lse, -lowest(of_rows.lse.dtype)),
-            _padded(plan, g),
-            _padded(plan, of_rows.offset),
-        )
-        sums = sums[0] + d_k.astype(jnp.float32), sums[1] + d_v.astype(jnp.float32)
-        d_sinks = jnp.zeros(q.shape[:1], jnp.float32)
-        if of_rows.sink_share is not None:
-            d_sinks = -(of_rows.sink_share * of_rows.inner).sum(axis=1)
-        return sums, (d_q[:, : plan.layout.rows], d_sinks)
-
+    group = functools.partial(_backward_group, plan, masks, row)
     start = jnp.zeros(row.keys.shape, jnp.float32), jnp.zeros(row.keys.shape, jnp.float32)
     (d_keys, d_values), (d_q, d_sinks) = _by_heads(group, start, together, q, out, lse, d_out, d_lse, sinks)
     return d_q, d_sinks, d_keys, d_values
+
+
+def _backward_group(
+    plan: Plan, masks: Masks, row: _Row, sums: tuple[Array, Array], *parts: Any
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Gradients of some heads' queries and sinks; those of the keys are added to `sums`."""
+    q, out, lse, d_out, d_lse, sinks = parts
+    inner = jnp.einsum("hsd,hsd->hs", out.astype(jnp.float32), d_out.astype(jnp.float32), precision="highest")
+    quiet = silent(lse, row.padding[None])
+    of_rows = row_gradients(inner, lse, d_lse, None if sinks is None else sinks[:, None], quiet)
+    g = jnp.where(quiet[..., None], 0.0, d_out.astype(jnp.float32) * of_rows.share[..., None]).astype(q.dtype)
+    # A silent query's weights are zero, but 0 x NaN is NaN.
+    sound = jnp.where(quiet[..., None], 0.0, q)
+    operands = RowOperands(_padded(plan, sound), row.keys, row.values, row.segments)
+    d_q, d_k, d_v = kernel.backward(
+        plan.call,
+        masks.backward,
+        operands,
+        _padded(plan, of_rows.lse, -lowest(of_rows.lse.dtype)),
+        _padded(plan, g),
+        _padded(plan, of_rows.offset),
+    )
+    sums = sums[0] + d_k.astype(jnp.float32), sums[1] + d_v.astype(jnp.float32)
+    d_sinks = jnp.zeros(q.shape[:1], jnp.float32)
+    if of_rows.sink_share is not None:
+        d_sinks = -(of_rows.sink_share * of_rows.inner).sum(axis=1)
+    return sums, (d_q[:, : plan.layout.rows], d_sinks)

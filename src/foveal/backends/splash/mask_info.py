@@ -115,30 +115,29 @@ def _distinct(
     mask: HCAStaticMask, blocks: _Blocks, partial: np.ndarray, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each partial block the number of its content, in order of first appearance, and the contents."""
-    at, ratio = mask.layout, max(mask.compress_ratio, 1)
     row, column = blocks.row[partial] * block_q, blocks.column[partial] * block_kv
-    real_rows = np.clip(at.rows - row, 0, block_q)
+    _, example, kind = np.unique(_kinds(mask, row, column, block_q), axis=0, return_index=True, return_inverse=True)
+    by_content: dict[bytes, int] = {}
+    evaluated = [mask[row[i] : row[i] + block_q, column[i] : column[i] + block_kv] for i in example]
+    content = np.array([by_content.setdefault(block.tobytes(), len(by_content)) for block in evaluated], int)
+    numbers = content[kind.reshape(-1)]
+    _, first_seen, number = np.unique(numbers, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(first_seen))
+    contents = np.zeros((len(first_seen), block_q, block_kv), bool)
+    contents[rank[content]] = np.reshape(evaluated, (-1, block_q, block_kv))
+    return rank[number.reshape(-1)].astype(np.int32), contents
+
+
+def _kinds(mask: HCAStaticMask, row: np.ndarray, column: np.ndarray, block_q: int) -> np.ndarray:
+    """int [N, 4]: blocks alike in these numbers have one content.
+
+    What counts is the distance between rows and columns, and for entries how far into a window the first row is.
+    """
+    at, ratio = mask.layout, max(mask.compress_ratio, 1)
     is_entry = column >= at.entry_start
-    # Blocks alike in these numbers are alike: what counts is the distance between rows and columns, and for entries
-    # how far into a window the first row is.
     phase = np.where(is_entry, row % ratio, 0)
     distance = np.where(is_entry, row // ratio - (column - at.entry_start), row - column)
-    kinds = np.stack([is_entry, phase, distance, real_rows], axis=1)
-    _, example, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-    evaluated = [
-        mask[row[i] : row[i] + block_q, column[i] : column[i] + block_kv]  # one block of each kind
-        for i in example
-    ]
-    by_bytes: dict[bytes, int] = {}
-    same = np.array([by_bytes.setdefault(block.tobytes(), len(by_bytes)) for block in evaluated], int)
-    content = same[kind.reshape(-1)] if len(evaluated) else np.zeros(0, int)
-    _, first_seen, number = np.unique(content, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first_seen))
-    ids = rank[number.reshape(-1)].astype(np.int32)
-    contents = np.zeros((len(first_seen), block_q, block_kv), bool)
-    for block, group in zip(evaluated, same, strict=True):
-        contents[rank[group]] = block
-    return ids, contents
+    return np.stack([is_entry, phase, distance, np.clip(at.rows - row, 0, block_q)], axis=1)
 
 
 def _next_partial(ids: np.ndarray) -> np.ndarray:

@@ -85,9 +85,12 @@ def test_every_pytree_comes_back():
 
 def test_names_and_static_fields_are_kept_as_they_were_first_written():
     """Files hold them: none may change, and a field that comes later has its default."""
-    assert exporting.read(Documents, b'{"alignment": 4, "padded": false, "continues": true}') == (4, False, True)
-    assert exporting.read(Documents, b"{}") == (1, True, False)
-    assert exporting.read(Visibility, b'{"sliding_window": 8, "history": 7}') == (8, 0, 7, None)
+    assert exporting.read(Documents, b'{"alignment": 4, "padded": false}') == (4, False)
+    assert exporting.read(Documents, b"{}") == (1, True)
+    assert exporting.read(Visibility, b'{"sliding_window": 8, "history": 7}') == (8, None, 7)
+    entries = exporting.read(Visibility, b'{"sliding_window": 8, "entries": [4, null]}')[1]
+    assert entries == EntryRange.of_rows(4)
+    assert isinstance(entries, EntryRange)
     with pytest.raises(ValueError, match=r"^foveal.Visibility: expected a sliding_window, got \['history'\]"):
         exporting.read(Visibility, b'{"history": 7}')
     names = "AttentionCache CacheStack CompressorState Documents IndexerLoss IndexerRecall PaddedRows"

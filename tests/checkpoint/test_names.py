@@ -24,17 +24,18 @@ MODELS = {"flash": AttentionConfig.deepseek_v4_flash, "pro": AttentionConfig.dee
 @pytest.mark.parametrize("layer_type", LayerType)
 def test_every_parameter_has_a_row_and_every_row_a_parameter(layer_type):
     layer = CompressedAttention(AttentionConfig.tiny(), layer_type=layer_type, rngs=nnx.Rngs(0))
-    assert sorted(row.path for row in rows_of(layer_type)) == sorted(get_params(layer))
+    assert sorted(row.path for row in rows_of(layer.spec)) == sorted(get_params(layer))
 
 
 @pytest.mark.parametrize("layer_type", LayerType)
 def test_no_two_rows_have_a_name_in_common(layer_type):
-    rows = rows_of(layer_type)
+    layer = AttentionConfig.tiny().layer(layer_type)
+    rows = rows_of(layer)
     for dialect in Dialect:
         names = [full_name(row, dialect, 7) for row in rows]
         names += [scale for name in names for scale in scale_names(name) if name.endswith(".weight")]
         assert len(set(names)) == len(names)
-    assert len({maxtext_path(row, layer_type) for row in rows}) == len(rows)
+    assert len({maxtext_path(row, layer) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -85,4 +86,4 @@ def test_names_and_shapes_of_the_released_models_are_those_of_transformers_modul
         module = peers.modeling.DeepseekV4Attention(peers.their_config(config), 0)
     theirs = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     shapes = parameter_shapes(config, 0)
-    assert {row.transformers: row.file_shape(shapes[row.path]) for row in rows_of(layer_type)} == theirs
+    assert {row.transformers: row.file_shape(shapes[row.path]) for row in rows_of(config.layer(0))} == theirs

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +12,14 @@ from foveal.geometry import Documents, EntryRange, Visibility, WindowLayout, win
 from foveal.testing.generators import random_segment_ids
 
 SIZE = 9  # new rows
+
+
+@pytest.fixture
+def unchecked_annotations(monkeypatch):
+    """Calls as a user makes them: this suite's check of annotations would speak first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 WHOLE = 40
 
 
@@ -110,6 +119,7 @@ def test_what_stands_before_them_must_be_told():
 @pytest.mark.parametrize(
     ("field", "value"), [("history", -1), ("history", None), ("slots", -1), ("slots", 2.0), ("slots", True)]
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_numbers_that_cannot_be(field, value):
     make = {
         "history": lambda n: Visibility(Documents.unpacked(1, 4), 4, 2, history=n),
@@ -123,6 +133,7 @@ def test_numbers_that_cannot_be(field, value):
         EntryRange.all(None)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_entries_are_said_once():
     documents = Documents.unpacked(1, 4)
     for wrong, ratio in ((EntryRange.of_rows(2), 2), (2, 0), ((2, None), 0)):

@@ -10,8 +10,9 @@ from flax import nnx
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, LightningIndexer
+from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
 from foveal.geometry import WindowLayout
+from foveal.nn import attention
 from foveal.nn.indexer import IndexedCompressor
 from foveal.ops import pooling, rope_table
 from foveal.testing.generators import random_segment_ids
@@ -160,9 +161,9 @@ def selected(pure_layer):
 
     def make(dtype):
         def select(params, x, segment_ids):
-            seen, original = [], LightningIndexer.select
+            seen, original = [], attention.best_entries
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(LightningIndexer, "select", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+                patch.setattr(attention, "best_entries", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
                 layer.apply(params, x, segment_ids)
             return seen[0]
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
 from foveal.nn import ACTIVATION_NAMES
 from foveal.ops import indexing
-from foveal.testing.generators import random_segment_ids
+from foveal.testing.generators import random_hidden, random_params, random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.parameters import get_params, set_params
 
@@ -377,3 +377,23 @@ def test_no_array_of_a_layer_has_rows_times_rows_or_entries(layer_type, packed):
     assert (
         length * CONFIG.num_attention_heads * CONFIG.head_dim <= max(sizes) < length * length // CONFIG.hca_ratio // 4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_type", LayerType)
+def test_dense_layers_have_derivatives_of_any_kind(layer_type):
+    layer = CompressedAttention(AttentionConfig.tiny(), layer_type=layer_type, rngs=nnx.Rngs(0))
+    set_params(layer, random_params(layer.config, layer_type, 0))
+    graph, params = nnx.split(layer)
+    x, along = (random_hidden(seed, 1, 20, layer.config.hidden_size) for seed in (0, 1))
+
+    def loss(step):
+        return (nnx.merge(graph, params)(x + step * along, implementation="dense") ** 2).mean()
+
+    def tangent(step):
+        return jax.jvp(loss, (step,), (1.0,))[1]
+
+    slope, curvature = jax.jit(jax.grad(loss))(0.0), jax.jit(jax.grad(jax.grad(loss)))(0.0)
+    np.testing.assert_allclose(jax.jit(tangent)(0.0), slope, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.hessian(loss))(0.0), curvature, rtol=1e-4)
+    assert abs(curvature) > 1e-3

@@ -231,22 +231,38 @@ def test_bfloat16_turns_in_float32_and_is_rounded_once():
     assert (half := np.asarray(apply_rope(x, narrow) != apply_rope(x, table))).mean() > 0.05, half.mean()
 
 
-def test_second_derivatives_are_reverse_mode_twice_and_forward_mode_says_so():
+def test_derivatives_of_any_kind():
+    """It is linear: rotated tangents, cotangents rotated back, whatever is mapped over whatever."""
     table = rope_table(jnp.arange(3, dtype=jnp.int32)[None], MAIN, 4)
     x = jnp.arange(12.0).reshape(1, 3, 4)
 
     def quartic(scale):
         return jnp.sum(apply_rope(x * scale, table) ** 4)
 
-    first, second = jax.grad(quartic)(1.0), jax.grad(jax.grad(quartic))(1.0)
-    np.testing.assert_allclose(second, 3.0 * first, rtol=1e-5)  # of degree four in the scale
+    first = jax.grad(quartic)(1.0)
+    for second in (jax.grad(jax.grad(quartic)), jax.jit(jax.hessian(quartic)), jax.jacfwd(jax.grad(quartic))):
+        np.testing.assert_allclose(second(1.0), 3.0 * first, rtol=1e-5)  # of degree four in the scale
+    np.testing.assert_allclose(jax.jvp(quartic, (1.0,), (2.0,))[1], 2.0 * first, rtol=1e-5)
+    matrix = jax.jacfwd(lambda x: apply_rope(x, table))(x)
+    np.testing.assert_array_equal(matrix, jax.jacrev(lambda x: apply_rope(x, table))(x))
+    np.testing.assert_allclose(jnp.einsum("btdaue,aue->btd", matrix, x), apply_rope(x, table), atol=1e-6)
 
-    def tangent(scale):
-        return jax.jvp(quartic, (scale,), (scale,))
 
-    for forward in (tangent, jax.jit(tangent), jax.hessian(quartic)):
-        with pytest.raises(NotImplementedError, match=r"^apply_rope has derivatives in reverse mode"):
-            forward(1.0)
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (3, 1)])
+def test_mapped_over_vectors_and_tables(axes):
+    rng = np.random.default_rng(0)
+    tables = [rope_table(jnp.asarray(rng.integers(0, 50, (2, 3))), MAIN, 4) for _ in range(5)]
+    xs = jnp.asarray(rng.normal(size=(5, 2, 3, 4, 6)).astype(np.float32))
+    x = xs[0] if axes[0] is None else jnp.moveaxis(xs, 0, axes[0])
+    table = tables[0]
+    if axes[1] is not None:
+        table = jax.tree.map(lambda *parts: jnp.stack(parts, axes[1]), *tables)
+    got, pull = jax.vjp(lambda x: jax.vmap(apply_rope, axes)(x, table), x)
+    each = [(xs[0 if axes[0] is None else i], tables[0 if axes[1] is None else i]) for i in range(5)]
+    np.testing.assert_array_equal(got, jnp.stack([apply_rope(*pair) for pair in each]))
+    back = jnp.stack([apply_rope(got[i], pair[1], inverse=True) for i, pair in enumerate(each)])
+    want = back.sum(axis=0) if axes[0] is None else jnp.moveaxis(back, 0, axes[0])
+    np.testing.assert_allclose(pull(got)[0], want, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

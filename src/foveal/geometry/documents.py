@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from foveal.checks import as_bool, as_int, as_integers, as_lengths, as_size, described, on_host, require
-from foveal.geometry.pytree import checked_pytree, unchecked
+from foveal.geometry.pytree import checked_pytree
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, Int, Int32, Size
 
@@ -75,8 +75,8 @@ class Documents:
         cls, starts: Array, first_row: Array | None = None, *, alignment: int = 1, padded: bool = True
     ) -> Documents:
         """From starts that keep the law because of how they were made."""
-        made = unchecked(cls, document_start=starts, first_row=first_row, alignment=alignment, padded=padded)
-        object.__setattr__(made, "_is_checked", True)
+        made, checked = object.__new__(cls), {"_is_checked": True}
+        made.__dict__.update(document_start=starts, first_row=first_row, alignment=alignment, padded=padded, **checked)
         return made
 
     def checked(self) -> Documents:
@@ -271,7 +271,9 @@ class Documents:
         Raises:
             ValueError: `multiple` is not an int >= 1.
         """
-        return self.alignment % as_int("multiple", multiple, 1) == 0
+        if type(multiple) is not int or multiple < 1:
+            multiple = as_int("multiple", multiple, 1)
+        return self.alignment % multiple == 0
 
     @property
     def _rows(self) -> Int32[Array, "B S"]:

@@ -29,15 +29,9 @@ def checked_pytree(cls: type[T]) -> type[T]:
         return tuple(zip(map(jax.tree_util.GetAttrKey, data), children, strict=True)), facts
 
     def unflatten(facts: tuple[Any, ...], children: Any) -> T:
-        return unchecked(cls, **dict(zip(data, children, strict=True)), **dict(zip(static, facts, strict=True)))
+        made = object.__new__(cls)
+        made.__dict__.update(zip(data + static, (*children, *facts), strict=True))
+        return made
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
-
-
-def unchecked(cls: type[T], **fields: Any) -> T:
-    """A dataclass from all its fields, without its `__init__`: for who has made them as they must be."""
-    made = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(made, name, value)
-    return made

@@ -11,7 +11,7 @@ import numpy as np
 
 from foveal.checks import as_int, described, require_static_length
 from foveal.geometry.documents import Documents, as_documents
-from foveal.geometry.pytree import checked_pytree, unchecked
+from foveal.geometry.pytree import checked_pytree
 from foveal.typing import Array, Bool, Int, Int32, narrowed
 
 
@@ -146,9 +146,9 @@ class Visibility:
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
     entries: EntryRange | None = dataclasses.field(
-        metadata={"static": True, "read": lambda fields: fields and EntryRange(*fields)}
+        default=None, metadata={"static": True, "read": lambda fields: fields and EntryRange(*fields)}
     )
-    history: int = dataclasses.field(metadata={"static": True})
+    history: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __init__(
         self,
@@ -176,14 +176,14 @@ class Visibility:
                 )
             if entries is not None and entries.slots is None:
                 raise ValueError("entries: expected the number of slots of documents that continue, got None")
-        for name, value in (("documents", documents), ("sliding_window", window), ("entries", entries)):
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "history", history)
+        self.__dict__.update(documents=documents, sliding_window=window, entries=entries, history=history)
 
     @classmethod
     def made(cls, documents: Documents, sliding_window: int, entries: EntryRange | None, history: int) -> Visibility:
         """From parts that were checked where they were made."""
-        return unchecked(cls, documents=documents, sliding_window=sliding_window, entries=entries, history=history)
+        made = object.__new__(cls)
+        made.__dict__.update(documents=documents, sliding_window=sliding_window, entries=entries, history=history)
+        return made
 
     @classmethod
     def continuing(cls, documents: Documents, sliding_window: int, entries: EntryRange | None = None) -> Visibility:

@@ -51,21 +51,15 @@ class Memory(abc.ABC):
         """The slots that each row selects, int32 [B, S, K]; `select` is the indexer's own choice."""
         return select()
 
-    def _pooled(self, compressor: Compressor, kv: Array, gate: Array) -> Array:
-        """The entries of projected tokens: the only place where entries are rotated."""
-        assert self.layout is not None
-        assert self.table is not None
-        return pool(compressor, kv, gate, self.layout, self.table)
-
 
 class Fresh(Memory):
     """These rows alone: training, packed or not."""
 
     def __init__(self, config: AttentionConfig, layer: LayerSpec, documents: Documents) -> None:
-        entries = EntryRange(layer.compress_ratio, None) if layer.has_entries else None
+        entries = EntryRange(layer.compress_ratio, None) if layer.compress_ratio else None
         self.documents = documents
         self.visibility = Visibility.made(documents, config.sliding_window, entries, 0)
-        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.has_entries else None
+        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.compress_ratio else None
         self.table = _entry_table(config, layer, self.layout)
 
     def raw_keys(self, kv: Array) -> Array:
@@ -74,7 +68,9 @@ class Fresh(Memory):
 
     def entries(self, compressor: Compressor, x: Array) -> Array:
         """Those of these rows' windows."""
-        return self._pooled(compressor, *project(compressor, x))
+        assert self.layout is not None
+        assert self.table is not None
+        return pool(compressor, *project(compressor, x), self.layout, self.table)
 
     def index_keys(self, indexer: Compressor, x: Array) -> Array:
         """Those of these rows' windows."""
@@ -91,15 +87,15 @@ class Cached(Memory):
         self._cache, self._counts, self._ratio = cache, counts, ratio
         self._kv: Array | None = None
         self._states: dict[str, CompressorState] = {}
-        self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0
-        self._history = window_halo(ratio, overlap=layer.overlap) if layer.has_entries else 0
-        entries = EntryRange(ratio, self._slots) if layer.has_entries else None
+        self._slots = cache.capacity // ratio if layer.compress_ratio else 0  # arrays have one too many where this is 0
+        self._history = window_halo(ratio, overlap=layer.overlap) if layer.compress_ratio else 0
+        entries = EntryRange(ratio, self._slots) if layer.compress_ratio else None
         self.documents = Documents.made(lengths, counts, size)
         self.visibility = Visibility.made(
             self.documents, config.sliding_window, entries, max_history(config.sliding_window)
         )
         self.layout = None
-        if layer.has_entries:
+        if layer.compress_ratio:
             self.layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
         self.table = _entry_table(config, layer, self.layout)
 
@@ -123,10 +119,11 @@ class Cached(Memory):
         return self._cache.extended(self._counts, self._kv, *states)
 
     def _extended(self, part: str, compressor: Compressor, x: Array) -> Array:
-        state = getattr(self._cache, part)
-        new = project(compressor, x)
-        made = self._pooled(compressor, *with_history(state, self._cache.lengths, self._history, *new))
         assert self.layout is not None
+        assert self.table is not None
+        state, new = getattr(self._cache, part), project(compressor, x)
+        rows = with_history(state, self._cache.lengths, self._history, *new)
+        made = pool(compressor, *rows, self.layout, self.table)
         self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self.layout, made)
         return self._states[part].entries[:, : self._slots]
 

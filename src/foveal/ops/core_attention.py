@@ -14,7 +14,7 @@ from foveal.checks import as_array, as_bool, as_indices, as_precision, as_scale,
 from foveal.geometry import EntryRange, Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.program import planned
-from foveal.typing import Array, Bool, Float, Int, Precision
+from foveal.typing import Array, Bool, Float, Int, Precision, accumulation_dtype
 
 
 @overload
@@ -180,7 +180,7 @@ def _checked(
 def _prepared(operands: Operands) -> Operands:
     """As backends want them: indices only of entries, sinks in the accumulation dtype, keys all finite."""
     if operands.sinks is not None:
-        operands = dataclasses.replace(operands, sinks=operands.sinks.astype(operands.accumulation_dtype))
+        operands = dataclasses.replace(operands, sinks=operands.sinks.astype(accumulation_dtype(operands.q.dtype)))
     if not operands.slots:
         operands = dataclasses.replace(operands, indices=None)
     return _isolate_non_finite(_gather_selected(operands))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from foveal.backends.once import reverse_only
 from foveal.checks import as_array, as_bool, as_int, as_integers, described
 from foveal.layers import RopeConfig, YarnConfig
 from foveal.meshes import any_mesh
+from foveal.program import varying
 from foveal.typing import Array, Float, Float32, Int, Int32
 
 
@@ -94,7 +96,7 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
     """Rotates the trailing R dims of `x` by the table's angles, or back by them; the leading D - R pass through.
 
     The pair (a, b) = (x[2 i], x[2 i + 1]) becomes (a cos - b sin, a sin + b cos) in float32, then takes x's dtype.
-    Reverse-mode differentiable in x; no gradient passes to the table, which comes of integers.
+    Linear in x, and differentiable in it any way; no derivative passes to the table, which comes of integers.
 
     Args:
         x: [B, T, D] or [B, T, H, D].
@@ -114,10 +116,10 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
 
 def rotate(x: Array, table: RopeTable, *, inverse: bool = False) -> Array:
     """`apply_rope`, for arguments that were checked."""
-    return _rotated(inverse, reverse_only(_REVERSE, x), table)
-
-
-_REVERSE = "apply_rope has derivatives in reverse mode, of any order: jax.grad of jax.grad, not jax.jvp or jax.hessian"
+    cos, sin = (array.reshape(*array.shape[:2], *(1,) * (x.ndim - 3), array.shape[2]) for array in table)
+    if jax.typeof(x).manual_axis_type != jax.typeof(cos).manual_axis_type:
+        x, cos, sin = varying((x, cos, sin), (x, cos, sin))
+    return _rope.bind(x, cos, sin, inverse=inverse)
 
 
 def as_table(table: object) -> RopeTable:
@@ -128,18 +130,16 @@ def as_table(table: object) -> RopeTable:
     return RopeTable(cos, as_array("table.sin", table[1], "B T P", cos.shape))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotated(inverse: bool, x: Array, table: RopeTable) -> Array:
-    """One pass over whole vectors, of which the leading dims are kept.
+@functools.partial(jax.jit, static_argnames="inverse")
+def _rotated(x: Array, cos: Array, sin: Array, *, inverse: bool) -> Array:
+    """One pass over whole vectors [..., D], of which the leading dims are kept; cos and sin [..., R / 2].
 
     Shifts by a dim and a choice by parity stand for pairs. An axis of length 2 would cost TPUs, whose registers are
     128 wide, 64 times its size, and a concatenation copies.
     """
-    rope_dim = 2 * table.cos.shape[-1]
-    still = x.shape[-1] - rope_dim
-    shape = (*table.cos.shape[:2], *(1,) * (x.ndim - 3), rope_dim)
+    still = x.shape[-1] - 2 * cos.shape[-1]
     before = [(0, 0)] * (x.ndim - 1) + [(still, 0)]
-    cos, sin = (jnp.pad(jnp.repeat(t.astype(jnp.float32), 2, axis=-1).reshape(shape), before) for t in table)
+    cos, sin = (jnp.pad(jnp.repeat(t.astype(jnp.float32), 2, axis=-1), before) for t in (cos, sin))
     dim = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1) - still
     is_first = dim % 2 == 0
     wide = x.astype(jnp.float32)
@@ -148,18 +148,38 @@ def _rotated(inverse: bool, x: Array, table: RopeTable) -> Array:
     return jnp.where(dim < 0, x, rotated.astype(x.dtype))
 
 
-def _rotated_forward(inverse: bool, x: Array, table: RopeTable) -> tuple[Array, RopeTable]:
-    return _rotated(inverse, reverse_only(_REVERSE, x), table), table
-
-
-def _rotated_backward(inverse: bool, table: RopeTable, d_out: Array) -> tuple[Array, RopeTable]:
-    """A rotation's transpose is its inverse: JAX's own transpose of the shifts is float32 arrays of x's size."""
-    return _rotated(not inverse, reverse_only(_REVERSE, d_out), table), RopeTable(*(jnp.zeros_like(t) for t in table))
-
-
-_rotated.defvjp(_rotated_forward, _rotated_backward)
-
-
 def _shifted(x: Array, by: int) -> Array:
     """The last axis moved by `by` dims, zeros where nothing comes from."""
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(by, -by, 0)])
+
+
+# A primitive, since a rotation is linear and its transpose is its inverse: JAX's own transpose of the shifts is float32
+# arrays of x's size.
+_rope = Primitive("foveal_rope")
+_rope.def_impl(_rotated)
+_rope.def_abstract_eval(lambda x, cos, sin, *, inverse: x)
+mlir.register_lowering(_rope, mlir.lower_fun(_rotated, multiple_results=False))
+
+
+def _rope_transpose(cotangent: Any, x: Any, *table: Any, inverse: bool) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), None, None]
+    return [_rope.bind(cotangent, *table, inverse=not inverse), None, None]
+
+
+def _rope_batch(operands: Sequence[Any], axes: Sequence[Any], *, inverse: bool) -> tuple[Any, int]:
+    """One more leading dim, of length 1 in what does not have it."""
+    size = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
+    moved = [
+        jnp.expand_dims(a, 0) if axis is None else jnp.moveaxis(a, axis, 0)
+        for a, axis in zip(operands, axes, strict=True)
+    ]
+    if moved[0].shape[0] != size:
+        moved[0] = jnp.broadcast_to(moved[0], (size, *moved[0].shape[1:]))
+    return _rope.bind(*moved, inverse=inverse), 0
+
+
+# The table comes of integers, and has no tangents.
+ad.defjvp(_rope, lambda tangent, x, cos, sin, *, inverse: _rope.bind(tangent, cos, sin, inverse=inverse), None, None)
+ad.primitive_transposes[_rope] = _rope_transpose
+batching.primitive_batchers[_rope] = _rope_batch

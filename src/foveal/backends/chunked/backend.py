@@ -50,15 +50,23 @@ def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple[Operands, Array, Array]]:
-    out, lse = forward(plan, first_only(_ONCE, operands))
+    out, lse = forward(plan, _first_only(operands))
     return (out, lse), (operands, out, lse)
+
+
+def _first_only(operands: Operands) -> Operands:
+    """See `first_only`; only floats have derivatives."""
+    floats = (operands.q, operands.kv, operands.entries, operands.sinks)
+    q, kv, entries, sinks = first_only(_ONCE, floats)
+    return dataclasses.replace(operands, q=q, kv=kv, entries=entries, sinks=sinks)
 
 
 def _backward_rule(
     plan: Plan, residuals: tuple[Operands, Array, Array], cotangents: tuple[Array, Array]
 ) -> tuple[Operands]:
-    (operands, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
-    grads = backward(plan, operands, out, lse, *cotangents)
+    operands, out, lse = residuals
+    (out, lse), cotangents = first_only(_ONCE, ((out, lse), cotangents))
+    grads = backward(plan, _first_only(operands), out, lse, *cotangents)
     narrow = operands.kv.dtype
     nothing: Any = None  # for all of an argument, integers here, that has no gradient
     return (

@@ -32,7 +32,7 @@ from foveal.backends.operands import Operands, silent
 from foveal.backends.sinks import RowGradients, row_gradients
 from foveal.geometry import Block, Blocks
 from foveal.program import varying
-from foveal.typing import Array, lowest
+from foveal.typing import Array
 
 T = TypeVar("T")
 
@@ -105,12 +105,11 @@ def _rows(
     operands: Operands, tile: Tile, out: Array, lse: Array, d_out: Array, d_lse: Array
 ) -> tuple[RowGradients, _Rows]:
     wide = lse.dtype
-    d_out_rows, lse_rows, d_lse_rows = tile.take(d_out), tile.take(lse), tile.take(d_lse)
+    q, out, d_out_rows, lse_rows, d_lse_rows = tile.take_all(operands.q, out, d_out, lse, d_lse)
     quiet = silent(lse_rows, tile.is_padding[..., None])
-    inner = _row_sums(d_out_rows.astype(wide) * tile.take(out).astype(wide))
+    inner = _row_sums(d_out_rows.astype(wide) * out.astype(wide))
     sinks = None if operands.sinks is None else operands.sinks[None, None]
     of_rows = row_gradients(inner, lse_rows, d_lse_rows, sinks, quiet)
-    q = tile.take(operands.q)
     q = jnp.where(jnp.isfinite(q), q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
     d_out_rows = jnp.where(quiet[..., None], 0.0, d_out_rows)
     return of_rows, _Rows(q, d_out_rows, of_rows.share, of_rows.lse, of_rows.offset)
@@ -212,7 +211,7 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bo
 def _weights(plan: Plan, rows: _Rows, mask: Array, dots: Array) -> Array:
     """exp(logit - lse), [B, T, H, N]; 0 where not seen."""
     logits = dots * plan.scale - rows.lse[..., None]
-    return jnp.exp(jnp.where(mask, logits, lowest(logits.dtype)))
+    return jnp.exp(jnp.where(mask, logits, plan.lowest))
 
 
 def _score_gradients(plan: Plan, rows: _Rows, mask: Array, weights: Array, d_weights: Array) -> tuple[Array, Array]:

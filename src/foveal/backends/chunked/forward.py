@@ -29,7 +29,7 @@ from foveal.backends.operands import Operands, settled
 from foveal.backends.sinks import share_of_keys
 from foveal.geometry import Blocks
 from foveal.program import varying
-from foveal.typing import Array, accumulation_dtype, lowest
+from foveal.typing import Array
 
 
 class Softmax(NamedTuple):
@@ -43,7 +43,6 @@ class Softmax(NamedTuple):
 def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp over the keys [B, S, H], 0 for padding."""
     q = operands.q
-    wide = accumulation_dtype(q.dtype)
 
     sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
     operands = dataclasses.replace(operands, q=stored(plan, q))
@@ -62,7 +61,7 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         out, lse = settled(state.values * (share / total)[..., None], lse, tile.is_padding[..., None], lost)
         return tile.put(carry[0], out), tile.put(carry[1], lse)
 
-    start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], wide)
+    start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], plan.wide)
     start = varying(start, q)
     out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles_of(plan, operands).count), step, start)
     return restored(out), lse
@@ -100,7 +99,7 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
     logits = _masked_logits(plan, q, columns)
     peak = jnp.max(logits, axis=-1)
     peak = peak if state is None else jnp.maximum(peak, state.peak)
-    peak = jnp.where(peak <= lowest(peak.dtype), 0.0, peak)  # nothing seen yet: any number that is not low serves
+    peak = jnp.where(peak <= plan.lowest, 0.0, peak)  # nothing seen yet: any number that is not low serves
     weights = jnp.exp(logits - peak[..., None])
     total = jnp.sum(weights, axis=-1)
     values = combine(plan, weights.astype(q.dtype), columns.keys)
@@ -113,7 +112,7 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
 def _masked_logits(plan: Plan, q: Array, columns: Columns) -> Array:
     """[B, T, H, N] in the accumulation dtype, `lowest` where unseen."""
     logits = dot_keys(plan, q, columns.keys) * plan.scale
-    return jnp.where(columns.mask[:, :, None], logits, lowest(logits.dtype))
+    return jnp.where(columns.mask[:, :, None], logits, plan.lowest)
 
 
 def dot_keys(plan: Plan, rows: Array, keys: Keys) -> Array:
@@ -138,6 +137,4 @@ def contract(plan: Plan, left: Array, right: Array, over: Axes, batch: Axes) -> 
 
     Not einsum, which orders two contracted axes as it likes: transposing them costs as much as the matmul itself.
     """
-    return jax.lax.dot_general(
-        left, right, (over, batch), precision=plan.precision, preferred_element_type=accumulation_dtype(left.dtype)
-    )
+    return jax.lax.dot_general(left, right, (over, batch), precision=plan.precision, preferred_element_type=plan.wide)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from foveal.backends.operands import Operands
 from foveal.program import platform
-from foveal.typing import Precision
+from foveal.typing import Precision, accumulation_dtype, lowest
 
 _ROWS = 256
 """Rows of a tile's matmul, queries times heads. Fewer, and packing the operands tells; more, and a tile looks at more
@@ -35,6 +36,8 @@ class Plan:
             then that would cost as much as to attend to them.
         scale: of the logits.
         precision: of the matmuls.
+        wide: the dtype of logits, softmax and sums.
+        lowest: a logit of what is not seen, whose weight is exactly 0.
         shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
             the second time, transposed, costs more than the matmul it feeds. Elsewhere a branch costs more.
         slice_bits: slice bfloat16 arrays as 16-bit integers: on CPUs JAX before 0.11.2 has no bfloat16 slices and
@@ -50,6 +53,8 @@ class Plan:
     transpose: bool
     scale: float
     precision: Precision
+    wide: jnp.dtype
+    lowest: float
     shield: bool
     slice_bits: bool
 
@@ -61,14 +66,14 @@ class Plan:
         is wasted a tile. Selected entries are gathered by tiles that see more than 3/2 K: the others take all they
         see, masked, which costs no more, since the small matmuls of single queries run at two thirds of the rate.
         """
-        length, heads, slots = operands.q.shape[1], operands.q.shape[2], operands.slots
+        length, heads, slots = operands.q.shape[1], operands.q.shape[2], operands.entries.shape[1]
         selected = 0 if operands.indices is None else operands.indices.shape[2]
         if query_block is None:
             query_block = min(max(_ROWS // heads, 8), 64)
         query_block = max(min(query_block, length), 1)
         if entry_block is None:
             entry_block = min(max(slots // 8 // 32 * 32, 32), 128)
-        cpu = platform() == "cpu"
+        cpu, wide = platform() == "cpu", accumulation_dtype(operands.q.dtype)
         columns = query_block + operands.visibility.sliding_window - 1
         if slots == 0:
             how = "none"
@@ -88,6 +93,8 @@ class Plan:
             entries=how,
             scale=operands.scale,
             precision=operands.precision,
+            wide=wide,
+            lowest=lowest(wide),
             shield=cpu,
             slice_bits=cpu and jax.__version_info__ < (0, 11, 2),
         )

@@ -77,6 +77,10 @@ class Tile(NamedTuple):
         """Its rows of [B, S, ...], `stored` or not."""
         return restored(self.rows.take(array))
 
+    def take_all(self, *arrays: Array) -> list[Array]:
+        """`take` of several."""
+        return [restored(rows) for rows in [self.rows.take(array) for array in arrays]]
+
     def put(self, array: Array, rows: Array) -> Array:
         """`array` [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
         return self.rows.put(array, _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype))
@@ -152,7 +156,7 @@ def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -
     """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
     if operands.indices is None:
         return None
-    slots, count = tile.take(operands.indices), operands.entries.shape[1]
+    slots, count = tile.take(operands.indices), operands.slots
     if steps is None or isinstance(steps.parts, int):
         return membership(slots, count)
     nothing = varying(jnp.zeros((*slots.shape[:2], count), bool), slots)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +46,10 @@ class _SplashBackend(Backend):
 
     def refusal(self, operands: Operands) -> str | None:
         """What keeps any Splash kernel from running."""
-        if platform() != "tpu" and not self.interpret:
-            return f"its kernels run on TPUs, not on {platform()}"
         if importlib.util.find_spec(_NEEDS[0]) is None:
             return missing(*_NEEDS)
+        if platform() != "tpu" and not self.interpret:
+            return f"its kernels run on TPUs, not on {platform()}"
         if operands.q.dtype not in (jnp.float32, jnp.bfloat16):
             return f"its kernels take float32 and bfloat16, not {operands.q.dtype}"
         if operands.precision not in (None, "default", jax.lax.Precision.DEFAULT):
@@ -61,7 +60,7 @@ class _SplashBackend(Backend):
 
     def configure(
         self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
-    ) -> Self:
+    ) -> _SplashBackend:
         """See `Backend`; sizes are those of `SplashBlocks`: forward, backward, stacked heads."""
         del sharding
         if blocks is None:
@@ -162,9 +161,9 @@ class Splash(_SplashBackend):
 
     def configure(
         self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
-    ) -> Self:
+    ) -> Splash:
         """See `Backend`."""
-        return dataclasses.replace(super().configure(heads=heads, blocks=blocks), sharding=sharding)
+        return Splash(super().configure(heads=heads, blocks=blocks).blocks, self.interpret, sharding)
 
     def build_masks(self, heads: int, visibility: Visibility) -> bool:
         """The tiles of the mask: tracing a call then finds them done."""

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 import foveal
+from foveal.backends import registry
 from foveal.extras import missing
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -33,6 +34,7 @@ def test_every_extra_that_is_named_exists():
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         extras = [call.args[1] for call in calls if getattr(call.func, "id", "") in ("missing", "require")]
         named |= {extra.value for extra in extras if isinstance(extra, ast.Constant)}
+    named |= {needs[1] for needs in (registry.named(name).needs for name in registry.names()) if needs}
     for path in [*SOURCES, *PAGES]:
         named |= {extra for some in re.findall(r"'\.\[([a-z,-]+)\]'", path.read_text()) for extra in some.split(",")}
     assert {"checkpoint", "demo", "tpu", "tpu-aot"} <= named <= set(EXTRAS)

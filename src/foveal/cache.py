@@ -96,11 +96,12 @@ class AttentionCache:
     def _empty(
         cls, config: AttentionConfig, layer: LayerSpec, batch: Size, capacity: int, max_rollback: int, dtype: DTypeLike
     ) -> AttentionCache:
+        wide, rows = accumulation_dtype(dtype), window_halo(layer.compress_ratio, overlap=layer.overlap) + 1
+
         def state(width: int) -> CompressorState:
-            rows = window_halo(layer.compress_ratio, overlap=layer.overlap) + 1 + max_rollback
             # Two arrays, not one twice: each must be its own to be donated.
-            projected = (batch, rows, layer.projected(width))
-            kv, gate = (jnp.zeros(projected, accumulation_dtype(dtype)) for _ in range(2))
+            projected = (batch, rows + max_rollback, layer.projections * width)
+            kv, gate = (jnp.zeros(projected, wide) for _ in range(2))
             slots = max(capacity // layer.compress_ratio, 1)  # Orbax saves no empty array: one that nothing ever fills
             return CompressorState(jnp.zeros((batch, slots, width), dtype), kv, gate)
 
@@ -108,7 +109,7 @@ class AttentionCache:
             lengths=jnp.zeros((batch,), jnp.int32),
             undoable=jnp.zeros((batch,), jnp.int32),
             window=jnp.zeros((batch, config.sliding_window + max_rollback, config.head_dim), dtype),
-            compressor=state(config.head_dim) if layer.has_entries else None,
+            compressor=state(config.head_dim) if layer.compress_ratio else None,
             indexer=state(config.index_head_dim) if layer.has_indexer else None,
             capacity=capacity,
             max_rollback=max_rollback,
@@ -328,7 +329,7 @@ def extended_state(
 ) -> CompressorState:
     """The state with new tokens, and the entries of the windows that they complete, each in its slot."""
     return CompressorState(
-        _put(state.entries, layout.entry_slots(state.entries.shape[1]), entries),
+        _put(state.entries, layout.slots_of(state.entries.shape[1]), entries),
         _pushed(state.kv, kv, lengths, counts),
         _pushed(state.gate, gate, lengths, counts),
     )

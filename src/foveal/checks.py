@@ -157,6 +157,12 @@ def as_array(name: str, value: object, axes: str, sizes: tuple[Size | None, ...]
     raise ValueError(f"{name}: expected {_wanted(axes.split(), sizes, kind)}, got {got}")
 
 
+def as_hidden_states(x: Any, width: int) -> Any:
+    """Floats [B, S, E] of a width; NotImplementedError for a symbolic S."""
+    require_static_length("x", x)
+    return as_array("x", x, "B S E", (None, None, width))
+
+
 def as_indices(name: str, value: object, rows: tuple[Size, Size]) -> Any:
     """Integers [B, S, K]: slots for each of the (B, S) queries."""
     return as_array(name, value, "B S K", rows, kind="integers")

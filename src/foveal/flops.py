@@ -126,7 +126,7 @@ def _projection_weights(config: AttentionConfig, layer_type: LayerType) -> tuple
     weights = model * (latent + dim) + latent * heads * dim
     weights += heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * model
     layer = config.layer(layer_type)
-    compressor = 2 * model * layer.projected(1)  # values and gates, per dim of an entry
+    compressor = 2 * model * layer.projections  # values and gates, per dim of an entry
     weights += compressor * dim
     if not layer.has_indexer:
         return weights, 0

@@ -123,6 +123,8 @@ class LayerSpec:
         pooling: how a window's tokens become an entry.
         has_indexer: whether each query attends to selected entries, and not to all it sees.
         rope: the rotary table of every rotation in the layer.
+        projections: values, and as many gates, that each token gives per dim of an entry: 0, 1 or 2.
+        overlap: whether an entry also draws on the window before its own.
     """
 
     layer_type: LayerType
@@ -130,15 +132,14 @@ class LayerSpec:
     pooling: Pooling
     has_indexer: bool
     rope: RopeConfig
+    projections: int = dataclasses.field(init=False)
+    overlap: bool = dataclasses.field(init=False)
 
-    @property
-    def overlap(self) -> bool:
-        """Whether an entry also draws on the window before its own: projections are then twice as wide."""
-        return self.pooling is Pooling.OVERLAPPED
-
-    def projected(self, width: int) -> int:
-        """How many values, and as many gates, each token gives to entries of `width` dims."""
-        return {Pooling.NONE: 0, Pooling.GATED: 1, Pooling.OVERLAPPED: 2}[self.pooling] * width
+    def __post_init__(self) -> None:
+        """Derives what follows from the pooling."""
+        projections = {Pooling.NONE: 0, Pooling.GATED: 1, Pooling.OVERLAPPED: 2}[self.pooling]
+        object.__setattr__(self, "projections", projections)
+        object.__setattr__(self, "overlap", self.pooling is Pooling.OVERLAPPED)
 
     @property
     def has_entries(self) -> bool:

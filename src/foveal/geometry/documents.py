@@ -101,8 +101,12 @@ class Documents:
         Raises:
             ValueError: `batch` or `length` is not an int >= 0, or a symbolic dimension.
         """
-        shape = as_size("batch", batch), as_size("length", length)
-        return cls._made(jnp.zeros(shape, jnp.int32), alignment=0, padded=False)
+        return cls.whole(as_size("batch", batch), as_size("length", length))
+
+    @classmethod
+    def whole(cls, batch: Size, length: Size) -> Documents:
+        """`unpacked`, for sizes that were checked."""
+        return cls._made(jnp.zeros((batch, length), jnp.int32), alignment=0, padded=False)
 
     @classmethod
     @any_mesh(like="segment_ids")

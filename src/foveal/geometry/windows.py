@@ -142,7 +142,11 @@ class WindowLayout:
         Raises:
             ValueError: `capacity` is not an int >= 0.
         """
-        nowhere = as_int("capacity", capacity, 0) + jnp.arange(self.slots, dtype=jnp.int32)[None]
+        return self.slots_of(as_int("capacity", capacity, 0))
+
+    def slots_of(self, capacity: int) -> Array:
+        """`entry_slots`, for a capacity that was checked."""
+        nowhere = capacity + jnp.arange(self.slots, dtype=jnp.int32)[None]
         return jnp.where(self.valid, self.positions // self.ratio, nowhere)
 
     @property

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from foveal.backends.operands import Backend, Operands
 from foveal.cache import AttentionCache, check_cache, counts_of
-from foveal.checks import as_array, as_bool, as_choice, described, require_static_length
+from foveal.checks import as_bool, as_choice, as_hidden_states, described
 from foveal.config import AttentionConfig, as_config
 from foveal.geometry import Documents, Visibility, as_documents
 from foveal.layers import LayerType, as_layer_type
@@ -187,6 +187,7 @@ class CompressedAttention(nnx.Module):
             ValueError: x, segment_ids or documents that do not fit, or an unknown `select` or `implementation`.
             NotImplementedError: the implementation cannot do this.
         """
+        as_hidden_states(x, self.config.hidden_size)
         as_choice("select", select, ("top_k", "all"))
         as_bool("return_indexer_loss", return_indexer_loss)
         memory = Fresh(self.config, self.spec, self._documents(x, segment_ids, documents))
@@ -233,6 +234,7 @@ class CompressedAttention(nnx.Module):
             ValueError: as a call does.
             NotImplementedError: the implementation cannot do this.
         """
+        as_hidden_states(x, self.config.hidden_size)
         memory = Fresh(self.config, self.spec, self._documents(x, segment_ids, documents))
         made = self.activations(x, memory)
         if made.indices is None:
@@ -329,8 +331,8 @@ class CompressedAttention(nnx.Module):
         table = table_for(memory.documents.positions, self.spec.rope, config.qk_rope_head_dim)
         q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
         q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
-        q = checkpoint_name(rotate(self.q_b_norm(q).astype(self.dtype), table), "q")
-        kv = checkpoint_name(rotate(self.kv_norm(self.kv_proj(x)).astype(self.dtype), table), "kv")
+        q, kv = self.q_b_norm(q).astype(self.dtype), self.kv_norm(self.kv_proj(x)).astype(self.dtype)
+        q, kv = checkpoint_name(rotate(q, table), "q"), checkpoint_name(rotate(kv, table), "kv")
 
         entries, indices, scored = kv[:, :0], None, None
         if self.compressor is not None:
@@ -382,20 +384,14 @@ class CompressedAttention(nnx.Module):
         self, cache: AttentionCache, x: Array, lengths: Any, implementation: str | Backend | None
     ) -> tuple[Array, AttentionCache]:
         """See `prefill`."""
-        self._check_hidden_states(x)
+        as_hidden_states(x, self.config.hidden_size)
         check_cache(cache, self.config, self.spec, x.shape[0], self.dtype)
         memory = Cached(self.config, self.spec, cache, counts_of(cache, x, lengths), x.shape[1])
         out, _, _ = self._attend(x, memory, implementation)
         return out, memory.after()
 
-    def _check_hidden_states(self, x: Array) -> None:
-        """Raises ValueError unless x is floats [B, S, E], and NotImplementedError for a symbolic S."""
-        as_array("x", x, "B S E", (None, None, self.config.hidden_size))
-        require_static_length("x", x)
-
     def _documents(self, x: Array, segment_ids: Any, documents: Documents | None) -> Documents:
-        """Checks the call's arguments and says where documents begin."""
-        self._check_hidden_states(x)
+        """Says where documents begin, by arguments that it checks."""
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")
@@ -404,7 +400,7 @@ class CompressedAttention(nnx.Module):
                 raise ValueError(f"segment_ids: expected [B, S] = {x.shape[:2]}, got shape {documents.shape}")
             return documents
         if documents is None:
-            return Documents.unpacked(x.shape[0], x.shape[1])
+            return Documents.whole(x.shape[0], x.shape[1])
         documents = as_documents("documents", documents)
         if documents.shape != x.shape[:2]:
             raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")

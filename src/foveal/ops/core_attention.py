@@ -203,7 +203,7 @@ def _gather_selected(operands: Operands) -> Operands:
         entries=jnp.take_along_axis(entries, slots, axis=1, mode="promise_in_bounds"),
         indices=jnp.where(indices >= 0, place, -1),
         # The indices alone say who sees which: none is one that its query does not see.
-        visibility=visibility.with_entries(EntryRange.all(length * count)),
+        visibility=visibility.with_entries(EntryRange(0, length * count)),
     )
 
 

@@ -12,7 +12,7 @@ from foveal.geometry import Blocks, Visibility, as_visibility, membership
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank
-from foveal.program import per_row, planned, varying
+from foveal.program import per_row, planned, platform, varying
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 _ELEMENTS = 1 << 22
@@ -95,7 +95,7 @@ def indexer_recall(
         ranges = visibility.tile(rows.start, rows.size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
         ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
-        best = best_of(ranks, chosen)
+        best = best_of(ranks, chosen, cpu=platform() == "cpu")
         both = jnp.take_along_axis(membership(chosen_at, slots), jnp.maximum(best, 0), axis=2) & (best >= 0)
         choice = rows.fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
         found = jnp.sum(jnp.where(choice, both.sum(axis=-1), 0), dtype=jnp.float32)

@@ -85,11 +85,11 @@ def best_entries(
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:
         return jnp.zeros((batch, length, chosen), jnp.int32)
-    q, weights, keys = jax.lax.stop_gradient((planned(q), weights, keys))
     plan = _Plan.of(batch, length, heads, slots, chosen, block_size, precision)
+    q, weights, keys = jax.lax.stop_gradient((planned(q), weights, keys))
     weights = weights.astype(jnp.float32)
     if plan.at_once:
-        return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen)
+        return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen, cpu=plan.cpu)
     index = _Index(q, weights, jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
     blocks = Blocks(plan.queries, length)
@@ -104,7 +104,7 @@ def best_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static: queries and entries of a block, K.
+    """What is static: queries and entries of a block, K, whether a CPU computes.
 
     `at_once`: one block has all queries, a few tokens that are decoded, say. Each key is then looked at once, to be
     scored: to transpose all of them first, or to see how large they are, would cost as much.
@@ -115,6 +115,7 @@ class _Plan:
     chosen: int
     precision: Precision
     at_once: bool
+    cpu: bool
 
     @classmethod
     def of(
@@ -134,7 +135,7 @@ class _Plan:
         if block_size is None:
             block_size = per_row(min(rows // heads, ranks // slots), batch, 8)
         at_once = length <= block_size and chosen < slots
-        return cls(min(block_size, length), min(entries, slots), chosen, precision, at_once)
+        return cls(min(block_size, length), min(entries, slots), chosen, precision, at_once, cpu)
 
 
 class _Index(NamedTuple):
@@ -175,7 +176,7 @@ def _block(plan: _Plan, block: _Block, largest_key: Array) -> Array:
         return varying(jnp.broadcast_to(seen, (batch, queries, plan.chosen)), block)
 
     def best(block: _Block) -> Array:
-        return best_of(_ranks(plan, block), plan.chosen)
+        return best_of(_ranks(plan, block), plan.chosen, cpu=plan.cpu)
 
     return jax.lax.cond(no_choice, all_seen, best, block)
 
@@ -216,13 +217,13 @@ def rank(scores: Array, seen: Array) -> Array:
     return jnp.where(seen & ~jnp.isnan(scores), ordered, _NEVER)
 
 
-def best_of(ranks: Array, count: int) -> Array:
+def best_of(ranks: Array, count: int, *, cpu: bool) -> Array:
     """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1; of equal ones the lower slot first.
 
     A CPU finds the K-th best of a row by bisection, which sorts nothing; others have no fast way to number what was
     found, and sort.
     """
-    return _best_by_bisection(ranks, count) if platform() == "cpu" else _best_by_sorting(ranks, count)
+    return _best_by_bisection(ranks, count) if cpu else _best_by_sorting(ranks, count)
 
 
 def _best_by_sorting(ranks: Array, count: int) -> Array:

@@ -24,7 +24,7 @@ def _scale(rng: np.random.Generator, size: int, centre: float = 1.0) -> np.ndarr
 def _compressor(
     rng: np.random.Generator, prefix: str, config: AttentionConfig, layer: LayerSpec, dim: int
 ) -> dict[str, np.ndarray]:
-    width = layer.projected(dim)
+    width = layer.projections * dim
     return {
         f"{prefix}.kv_proj.kernel": _kernel(rng, config.hidden_size, width),
         f"{prefix}.gate_proj.kernel": _kernel(rng, config.hidden_size, width),

@@ -73,7 +73,8 @@ class Plan:
         query_block = max(min(query_block, length), 1)
         if entry_block is None:
             entry_block = min(max(slots // 8 // 32 * 32, 32), 128)
-        cpu, wide = platform() == "cpu", accumulation_dtype(operands.q.dtype)
+        wide = accumulation_dtype(operands.q.dtype)
+        least, cpu = lowest(wide), platform() == "cpu"
         columns = query_block + operands.visibility.sliding_window - 1
         if slots == 0:
             how = "none"
@@ -94,7 +95,7 @@ class Plan:
             scale=operands.scale,
             precision=operands.precision,
             wide=wide,
-            lowest=lowest(wide),
+            lowest=least,
             shield=cpu,
             slice_bits=cpu and jax.__version_info__ < (0, 11, 2),
         )

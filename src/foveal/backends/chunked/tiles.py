@@ -149,14 +149,14 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
 
 def entry_block(plan: Plan, operands: Operands, index: Array) -> Block:
     """Slots that are streamed in one step."""
-    return Blocks(plan.entry_block, operands.slots).at(index)
+    return Blocks(plan.entry_block, operands.entries.shape[1]).at(index)
 
 
 def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -> Array | None:
     """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
     if operands.indices is None:
         return None
-    slots, count = tile.take(operands.indices), operands.slots
+    slots, count = tile.take(operands.indices), operands.entries.shape[1]
     if steps is None or isinstance(steps.parts, int):
         return membership(slots, count)
     nothing = varying(jnp.zeros((*slots.shape[:2], count), bool), slots)

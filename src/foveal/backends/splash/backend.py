@@ -47,7 +47,7 @@ class _SplashBackend(Backend):
     def refusal(self, operands: Operands) -> str | None:
         """What keeps any Splash kernel from running."""
         if importlib.util.find_spec(_NEEDS[0]) is None:
-            return missing(*_NEEDS)
+            return missing("tokamax", "tpu")
         if platform() != "tpu" and not self.interpret:
             return f"its kernels run on TPUs, not on {platform()}"
         if operands.q.dtype not in (jnp.float32, jnp.bfloat16):

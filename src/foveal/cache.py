@@ -109,7 +109,7 @@ class AttentionCache:
             lengths=jnp.zeros((batch,), jnp.int32),
             undoable=jnp.zeros((batch,), jnp.int32),
             window=jnp.zeros((batch, config.sliding_window + max_rollback, config.head_dim), dtype),
-            compressor=state(config.head_dim) if layer.compress_ratio else None,
+            compressor=state(config.head_dim) if layer.has_entries else None,
             indexer=state(config.index_head_dim) if layer.has_indexer else None,
             capacity=capacity,
             max_rollback=max_rollback,
@@ -263,6 +263,8 @@ def check_cache(cache: object, config: AttentionConfig, layer: LayerSpec, batch:
     """Raises ValueError unless a cache is one of such a layer, for so many rows."""
     if not isinstance(cache, AttentionCache):
         raise ValueError(f"cache: expected an AttentionCache, got {type(cache).__name__}")
+    for name in ("capacity", "max_rollback"):
+        as_int(f"cache.{name}", getattr(cache, name), 0)
     sizes = (batch, cache.capacity, cache.max_rollback, dtype)
     expected = jax.eval_shape(lambda: AttentionCache._empty(config, layer, *sizes))
     kind = layer.layer_type.value

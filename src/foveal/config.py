@@ -6,14 +6,13 @@ technical report (arXiv 2606.19348) and of the released `config.json` files. Thi
 """
 
 import dataclasses
-import numbers
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from foveal.checks import as_float, as_int, described
 from foveal.hf_config import naming, read_hf_config, write_hf_config
-from foveal.layers import LayerSpec, LayerType, Pooling, RopeConfig, YarnConfig, as_layer_type, as_layer_types
+from foveal.layers import LayerSpec, LayerType, RopeConfig, YarnConfig, as_layer_type, as_layer_types, layer_spec
 
 # What the Flash and Pro releases share.
 _RELEASED: dict[str, Any] = {
@@ -134,18 +133,8 @@ class AttentionConfig:
         Raises:
             ValueError: no such layer, or an unknown layer type.
         """
-        index = isinstance(kind, numbers.Integral)
-        layer_type = self.layer_type(int(kind)) if index else as_layer_type("layer_type", kind)
-        sliding, csa = layer_type is LayerType.SLIDING, layer_type is LayerType.CSA
-        ratios = {LayerType.SLIDING: 0, LayerType.CSA: self.csa_ratio, LayerType.HCA: self.hca_ratio}
-        poolings = {LayerType.SLIDING: Pooling.NONE, LayerType.CSA: Pooling.OVERLAPPED, LayerType.HCA: Pooling.GATED}
-        return LayerSpec(
-            layer_type=layer_type,
-            compress_ratio=ratios[layer_type],
-            pooling=poolings[layer_type],
-            has_indexer=csa,
-            rope=self.rope if sliding else self.compress_rope,
-        )
+        layer_type = as_layer_type("layer_type", kind) if isinstance(kind, str) else self.layer_type(kind)
+        return layer_spec(layer_type, self.csa_ratio, self.hca_ratio, self.rope, self.compress_rope)
 
     def compress_ratio(self, layer_type: LayerType | str) -> int:
         """Tokens per entry in layers of this type; 0 for sliding layers, which have no entries.
@@ -153,7 +142,7 @@ class AttentionConfig:
         Raises:
             ValueError: unknown layer type.
         """
-        return self.layer(layer_type).compress_ratio
+        return self.layer(as_layer_type("layer_type", layer_type)).compress_ratio
 
     def rope_for(self, layer_type: LayerType | str) -> RopeConfig:
         """The one rotary table that layers of this type use for everything they rotate.
@@ -161,7 +150,7 @@ class AttentionConfig:
         Raises:
             ValueError: unknown layer type.
         """
-        return self.layer(layer_type).rope
+        return self.layer(as_layer_type("layer_type", layer_type)).rope
 
     @classmethod
     def deepseek_v4_flash(cls) -> "AttentionConfig":

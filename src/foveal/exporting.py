@@ -51,6 +51,8 @@ def read(cls: type, text: bytes | bytearray) -> tuple[Any, ...]:
     """
     facts = json.loads(bytes(text))
     known = {field.name: facts.get(field.name, field.default) for field in _static(cls)}
+    if unknown := facts.keys() - known.keys():
+        raise ValueError(f"{name_of(cls)}: expected {', '.join(known)}, got {', '.join(sorted(unknown))} too")
     for name, fact in known.items():
         if fact is dataclasses.MISSING:
             raise ValueError(f"{name_of(cls)}: expected a {name}, got {sorted(facts)}")

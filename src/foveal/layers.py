@@ -124,6 +124,7 @@ class LayerSpec:
         has_indexer: whether each query attends to selected entries, and not to all it sees.
         rope: the rotary table of every rotation in the layer.
         projections: values, and as many gates, that each token gives per dim of an entry: 0, 1 or 2.
+        has_entries: whether there is a compressor.
         overlap: whether an entry also draws on the window before its own.
     """
 
@@ -133,18 +134,33 @@ class LayerSpec:
     has_indexer: bool
     rope: RopeConfig
     projections: int = dataclasses.field(init=False)
+    has_entries: bool = dataclasses.field(init=False)
     overlap: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """Derives what follows from the pooling."""
         projections = {Pooling.NONE: 0, Pooling.GATED: 1, Pooling.OVERLAPPED: 2}[self.pooling]
         object.__setattr__(self, "projections", projections)
+        object.__setattr__(self, "has_entries", projections > 0)
         object.__setattr__(self, "overlap", self.pooling is Pooling.OVERLAPPED)
 
-    @property
-    def has_entries(self) -> bool:
-        """Whether there is a compressor."""
-        return self.pooling is not Pooling.NONE
+
+def layer_spec(
+    layer_type: LayerType, csa_ratio: int, hca_ratio: int, rope: RopeConfig, compress_rope: RopeConfig
+) -> LayerSpec:
+    """What a DeepSeek-V4 layer of a type computes, by a model's ratios and rotary tables."""
+    ratio, pooling, table = {
+        LayerType.SLIDING: (0, Pooling.NONE, rope),
+        LayerType.CSA: (csa_ratio, Pooling.OVERLAPPED, compress_rope),
+        LayerType.HCA: (hca_ratio, Pooling.GATED, compress_rope),
+    }[layer_type]
+    return LayerSpec(
+        layer_type=layer_type,
+        compress_ratio=ratio,
+        pooling=pooling,
+        has_indexer=layer_type is LayerType.CSA,
+        rope=table,
+    )
 
 
 def layer_types_from_compress_ratios(

@@ -139,6 +139,9 @@ def test_entries_are_said_once():
     for wrong, ratio in ((EntryRange.of_rows(2), 2), (2, 0), ((2, None), 0)):
         with pytest.raises(ValueError, match=r"^entries: expected an EntryRange, in the place of compress_ratio, got"):
             Visibility(documents, 4, ratio, entries=wrong)  # pyright: ignore[reportArgumentType]
+    for ratio, slots in ((-4, None), (0, None), (4, 2.5), (True, None)):
+        with pytest.raises(ValueError, match=r"^(compress_ratio|slots): expected an int"):
+            Visibility(documents, 4, entries=EntryRange(ratio, slots))  # pyright: ignore[reportArgumentType]
     assert Visibility(documents, 4, 2) == Visibility(documents, 4, entries=EntryRange.of_rows(2))
     assert Visibility(documents, 4).entries is None
 

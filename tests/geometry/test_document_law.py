@@ -61,6 +61,17 @@ def test_starts_of_a_longer_rows_rows_are_taken_if_and_only_if_some_segment_ids_
         assert accepted(np.array([row]), first_row=np.full(shape, first)) == (row in lawful), row
 
 
+def test_a_first_row_in_any_form():
+    for starts, first in ([[0, 0]], [[3]]), (np.zeros((1, 2), int), 3), (jnp.zeros((1, 2), int), jnp.int32(3)):
+        assert np.asarray(Documents(document_start=starts, first_row=first).positions).tolist() == [[3, 4]]
+    struct = jax.ShapeDtypeStruct
+    made = Documents(document_start=struct((1, 2), jnp.int32), first_row=struct((1, 1), jnp.int32))
+    assert jax.eval_shape(lambda made: made.positions, made).shape == (1, 2)
+    rebuilt = jax.tree.unflatten(jax.tree.structure(made), [jnp.zeros((1, 2), jnp.int32), jnp.zeros(2, jnp.int32)])
+    with pytest.raises(ValueError, match=r"^documents: expected a first_row of int32, a scalar or \[B, 1\], got"):
+        Visibility(rebuilt, 3)
+
+
 @pytest.mark.parametrize("first", [[1, 2], np.zeros((2, 1, 1), int), np.zeros((3, 1), int), 0.5, np.zeros((2, 8), int)])
 def test_a_first_row_that_is_none(first):
     with pytest.raises(ValueError, match=r"^first_row: expected"):

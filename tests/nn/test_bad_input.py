@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
+from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, WindowLayout, rope_table
 
 CONFIG = AttentionConfig.tiny()
 X = jax.ShapeDtypeStruct((2, 9, 64), jnp.float32)
@@ -48,6 +48,7 @@ def shaped(*shape, dtype=jnp.float32):
         (X, {"segment_ids": IDS.astype(bool)}, "segment_ids: expected integers, got bool"),
         (X, {"documents": Documents.unpacked(2, 8)}, "documents: expected [B, S] = (2, 9), got (2, 8)"),
         (X, {"documents": Documents.unpacked(9, 2)}, "documents: expected [B, S] = (2, 9), got (9, 2)"),
+        (X, {"documents": Documents.continuing([3, 4], [9, 8], 9)}, "documents: expected documents without first_row"),
         (X, {"segment_ids": IDS, "documents": Documents.unpacked(2, 9)}, "documents: expected not both"),
         (X, {"select": "some"}, 'select: expected "top_k" or "all", got \'some\''),
         (X, {"select": None}, 'select: expected "top_k" or "all", got None'),
@@ -58,6 +59,36 @@ def test_bad_calls_are_refused_by_name(layer, x, kwargs, message):
     """Abstract x: nothing can have been computed by the time the answer comes."""
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         jax.eval_shape(lambda x: layer(x, **kwargs), x)
+
+
+@pytest.mark.parametrize("layer_type", LayerType)
+def test_rows_of_a_longer_row_need_a_cache(layer_type):
+    one = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
+    documents = Documents.continuing([3, 4], [9, 8], 9)
+    for call in (one, one.indexer_recall):
+        with pytest.raises(ValueError, match=r"^documents: expected documents without first_row"):
+            call(jnp.zeros(X.shape), documents=documents)
+
+
+def test_modules_alone_refuse_what_does_not_fit(layer):
+    """Tables and layouts of other rows would be broadcast."""
+    compressor, x = layer.compressor, jnp.zeros((2, 9, 64))
+    layout, other = (WindowLayout.of(Documents.unpacked(batch, 9), 4) for batch in (2, 1))
+    table, narrow = (rope_table(part.positions, CONFIG.compress_rope, 16) for part in (layout, other))
+    (kv, gate), latent = compressor.project(x), jnp.zeros((2, 9, 32))
+    calls = {
+        "layout": [lambda: compressor(x, None, table), lambda: compressor.pool(kv, gate, None, table)],
+        "table": [lambda: compressor(x, layout, None)],
+        "kv": [lambda: compressor(x, other, narrow), lambda: compressor.pool(kv[:, :8], gate[:, :8], layout, table)],
+        "x": [
+            lambda: compressor(x, layout, narrow),
+            lambda: layer.compressor.indexer.queries(x, latent, narrow),
+        ],
+    }
+    for name, wrong in calls.items():
+        for call in wrong:
+            with pytest.raises(ValueError, match=rf"^{name}: expected"):
+                call()
 
 
 @pytest.mark.parametrize("call", [lambda f, x: f(jnp.zeros(x.shape, x.dtype)), jax.eval_shape], ids=["eager", "traced"])

@@ -101,7 +101,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def refusal(self, operands: Operands) -> str | None:
-        """Why it cannot do this, or None if it can. Looks at shapes, dtypes and static facts only."""
+        """Why it cannot do this, or None if it can. Looks at shapes, dtypes and static facts only.
+
+        Sinks may still be in a dtype of their own.
+        """
 
     @abc.abstractmethod
     def __call__(self, operands: Operands) -> tuple[Array, Array]:

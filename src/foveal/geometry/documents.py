@@ -57,14 +57,18 @@ class Documents:
     def __post_init__(self) -> None:
         """Checks every field; makes the arrays int32 and the static fields plain `int` and `bool`."""
         alignment, padded = as_int("alignment", self.alignment, 0), as_bool("padded", self.padded)
-        starts, first, concrete_first = self.document_start, self.first_row, np.zeros((), np.int32)
-        if first is not None:
-            first, concrete_first = as_integers("first_row", first, ndims=(0, 2))
-            if first.ndim and first.shape != (starts.shape[0], 1):
-                raise ValueError(f"first_row: expected a scalar or [B, 1] = {(starts.shape[0], 1)}, got {first.shape}")
+        starts, first = self.document_start, self.first_row
+        concrete, concrete_first = None, np.zeros((), np.int32)
         if not isinstance(starts, jax.ShapeDtypeStruct):
             starts, concrete = as_integers("document_start", starts, ndims=(2,))
-            _check_law(concrete, concrete_first, alignment, padded=padded)
+        if first is not None:
+            if isinstance(first, jax.ShapeDtypeStruct):
+                concrete_first = None
+            else:
+                first, concrete_first = as_integers("first_row", first, ndims=(0, 2))
+            if first.shape not in ((), (starts.shape[0], 1)):
+                raise ValueError(f"first_row: expected a scalar or [B, 1] = {(starts.shape[0], 1)}, got {first.shape}")
+        _check_law(concrete, concrete_first, alignment, padded=padded)
         fields = {"document_start": starts, "first_row": first, "alignment": alignment, "padded": padded}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -89,7 +93,12 @@ class Documents:
             starts = self.document_start
             if len(getattr(starts, "shape", ())) != 2 or starts.dtype != jnp.int32:
                 raise ValueError(f"documents: expected a document_start of int32 [B, S], got {described(starts)}")
-            first = np.zeros((), np.int32) if self.first_row is None else on_host(self.first_row)
+            first = self.first_row
+            if first is not None and (first.dtype != jnp.int32 or first.shape not in ((), (starts.shape[0], 1))):
+                raise ValueError(
+                    f"documents: expected a first_row of int32, a scalar or [B, 1], got {described(first)}"
+                )
+            first = np.zeros((), np.int32) if first is None else on_host(first)
             _check_law(on_host(starts), first, self.alignment, padded=self.padded)
             object.__setattr__(self, "_is_checked", True)  # the object's, not a field: a pytree made of it has it not
         return self

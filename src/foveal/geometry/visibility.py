@@ -102,7 +102,7 @@ class EntryRange(NamedTuple):
         [0, 0) on padding, whose `start` is beyond `row`.
         """
         if not self.compress_ratio:
-            return jnp.zeros_like(start), jnp.full_like(start, self.slots or 0)
+            return jnp.zeros_like(start), jnp.where(start > row, 0, self.slots or 0)
         first = jnp.where(start > row, 0, start // self.compress_ratio)
         return first, first + complete_windows(row - start, self.compress_ratio)
 
@@ -166,6 +166,9 @@ class Visibility:
             raise ValueError(f"entries: expected an EntryRange, in the place of compress_ratio, got {got}")
         if ratio:
             entries = EntryRange.of_rows(ratio)
+        elif entries is not None:
+            own, slots = entries
+            entries = EntryRange.of_rows(own, slots) if own else EntryRange.all(slots)  # pyright: ignore[reportArgumentType]
         history = as_int("history", history, 0)
         if documents.continues:
             reach = max_history(window)
@@ -286,6 +289,8 @@ class Visibility:
         start = jnp.where(self.documents.is_padding, -1, self.documents.document_start)
         if not self.compress_ratio:
             return start[:, :0]
+        if self.documents.continues:
+            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
         if not self.documents.is_aligned(self.compress_ratio):
             raise ValueError(
                 f"documents: expected an alignment of {self.compress_ratio}, got {self.documents.alignment}"

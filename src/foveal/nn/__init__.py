@@ -1,6 +1,7 @@
 """Flax NNX modules: parameters and wiring only, named as transformers names them."""
 
-from foveal.nn.attention import ACTIVATION_NAMES, CompressedAttention
+from foveal.nn.activations import ACTIVATION_NAMES
+from foveal.nn.attention import CompressedAttention
 from foveal.nn.compressor import Compressor
 from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import LightningIndexer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from foveal.backends.operands import Backend, Operands
 from foveal.cache import AttentionCache, check_cache, counts_of
 from foveal.checks import as_bool, as_choice, as_hidden_states, described
 from foveal.config import AttentionConfig, as_config
-from foveal.geometry import Documents, Visibility, as_documents
+from foveal.geometry import Documents, as_documents
 from foveal.layers import LayerType, as_layer_type
 from foveal.meshes import any_mesh
+from foveal.nn.activations import Activations, Scored
 from foveal.nn.grouped_linear import GroupedLinear
 from foveal.nn.indexer import IndexedCompressor, compressor_of, index_queries
 from foveal.nn.memory import Cached, Fresh, Memory
@@ -28,41 +29,8 @@ from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.indexing import best_entries
 from foveal.ops.output_projection import project_groups
-from foveal.ops.rope import RopeTable, rotate, table_for
+from foveal.ops.rope import rotate, table_for
 from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
-
-ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
-"""The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
-
-
-class Scored(NamedTuple):
-    """What an indexer scores with: queries [B, S, I, J], heads' weights [B, S, I], index keys [B, C, J]."""
-
-    q: Array
-    weights: Array
-    keys: Array
-
-
-class Activations(NamedTuple):
-    """The arrays of one call, on the way to core attention.
-
-    Attributes:
-        q: queries, [B, S, H, D].
-        kv: raw keys, [B, N, D].
-        entries: [B, C, D]; C = 0 in a layer without.
-        scored: None where no indexer is asked.
-        indices: the selected slots, int32 [B, S, K]; None where all that are visible are attended to.
-        visibility: who sees what.
-        table: RoPE at the queries' positions.
-    """
-
-    q: Array
-    kv: Array
-    entries: Array
-    scored: Scored | None
-    indices: Array | None
-    visibility: Visibility
-    table: RopeTable
 
 
 class CompressedAttention(nnx.Module):
@@ -373,7 +341,7 @@ class CompressedAttention(nnx.Module):
             made.entries,
             self.sinks[...],
             made.visibility,
-            made.indices,
+            made.indices if made.entries.shape[1] else None,
             None,
             self.config.head_dim**-0.5,
             self.precision,
@@ -402,6 +370,8 @@ class CompressedAttention(nnx.Module):
         if documents is None:
             return Documents.whole(x.shape[0], x.shape[1])
         documents = as_documents("documents", documents)
+        if documents.continues:
+            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
         if documents.shape != x.shape[:2]:
             raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")
         return documents

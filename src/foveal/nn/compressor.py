@@ -5,11 +5,12 @@ from __future__ import annotations
 from flax import nnx
 
 from foveal.checks import as_array, as_bool, as_float, as_int
-from foveal.geometry import WindowLayout, as_layout
+from foveal.geometry import WindowLayout
 from foveal.meshes import any_mesh
 from foveal.nn.parameters import Numerics, as_numerics, as_rngs, linear, rms_norm, zeros_parameter
 from foveal.ops import pooling
-from foveal.ops.rope import RopeTable, as_table, rotate
+from foveal.ops.pooling import pool_windows
+from foveal.ops.rope import RopeTable, apply_rope, rotate
 from foveal.typing import Array, Float
 
 
@@ -68,9 +69,7 @@ class Compressor(nnx.Module):
         Returns:
             [B, C, D] in the layer's dtype; zeros in slots that hold no window.
         """
-        return pool(
-            self, *project(self, as_array("x", x, "B S E", (None, None, self.kv_proj.in_features))), layout, table
-        )
+        return self.pool(*self.project(x), layout, table)
 
     @any_mesh(like="x", dims=2)
     def project(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
@@ -88,19 +87,16 @@ class Compressor(nnx.Module):
         self, kv: Float[Array, "B S F"], gate: Float[Array, "B S F"], layout: WindowLayout, table: RopeTable
     ) -> Float[Array, "B C D"]:
         """Entries of projected tokens: see `__call__` and `project`."""
-        kv = as_array("kv", kv, "B S F", (None, None, self.kv_proj.out_features))
-        return pool(self, kv, as_array("gate", gate, "B S F", kv.shape), as_layout(layout), as_table(table))
-
-
-# What a layer runs, which has checked its own arguments.
+        pooled = pool_windows(kv, gate, self.position_bias[...], layout, overlap=self.overlap)
+        return apply_rope(self.kv_norm(pooled.astype(self.dtype)).astype(self.dtype), table)
 
 
 def project(compressor: Compressor, x: Array) -> tuple[Array, Array]:
-    """`Compressor.project`."""
+    """`Compressor.project`, for arguments that were checked: what a layer runs."""
     return compressor.kv_proj(x), compressor.gate_proj(x)
 
 
 def pool(compressor: Compressor, kv: Array, gate: Array, layout: WindowLayout, table: RopeTable) -> Array:
-    """`Compressor.pool`."""
+    """`Compressor.pool`, for arguments that were checked: what a layer runs."""
     pooled = pooling.pool(kv, gate, compressor.position_bias[...], layout, overlap=compressor.overlap)
     return rotate(compressor.kv_norm(pooled.astype(compressor.dtype)).astype(compressor.dtype), table)

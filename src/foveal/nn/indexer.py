@@ -12,7 +12,7 @@ from foveal.meshes import any_mesh
 from foveal.nn.compressor import Compressor
 from foveal.nn.parameters import Numerics, linear
 from foveal.ops.indexing import select_entries
-from foveal.ops.rope import RopeTable, as_table, rotate
+from foveal.ops.rope import RopeTable, apply_rope, rotate
 from foveal.typing import Array, Float, Float32, Int32
 
 
@@ -83,7 +83,8 @@ class LightningIndexer(Compressor):
         """
         x = as_array("x", x, "B S E", (None, None, self.kv_proj.in_features))
         q_residual = as_array("q_residual", q_residual, "B S L", (*x.shape[:2], self.q_b_proj.in_features))
-        return index_queries(self, x, q_residual, as_table(table))
+        q = self.q_b_proj(q_residual).reshape(*x.shape[:2], self.heads, self.head_dim)
+        return apply_rope(q, table), self.scorer(x)
 
     @any_mesh(like="q", dims=2)
     def select(

@@ -21,7 +21,7 @@ from foveal.typing import Array, Int32
 
 
 class Memory(abc.ABC):
-    """One call's memory. To be asked for entries before index keys, and for each once.
+    """One call's memory, asked for each thing once.
 
     Attributes:
         documents: which documents the rows belong to.
@@ -56,10 +56,10 @@ class Fresh(Memory):
     """These rows alone: training, packed or not."""
 
     def __init__(self, config: AttentionConfig, layer: LayerSpec, documents: Documents) -> None:
-        entries = EntryRange(layer.compress_ratio, None) if layer.compress_ratio else None
+        entries = EntryRange(layer.compress_ratio, None) if layer.has_entries else None
         self.documents = documents
         self.visibility = Visibility.made(documents, config.sliding_window, entries, 0)
-        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.compress_ratio else None
+        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.has_entries else None
         self.table = _entry_table(config, layer, self.layout)
 
     def raw_keys(self, kv: Array) -> Array:
@@ -87,15 +87,15 @@ class Cached(Memory):
         self._cache, self._counts, self._ratio = cache, counts, ratio
         self._kv: Array | None = None
         self._states: dict[str, CompressorState] = {}
-        self._slots = cache.capacity // ratio if layer.compress_ratio else 0  # arrays have one too many where this is 0
-        self._history = window_halo(ratio, overlap=layer.overlap) if layer.compress_ratio else 0
-        entries = EntryRange(ratio, self._slots) if layer.compress_ratio else None
+        self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0
+        self._history = window_halo(ratio, overlap=layer.overlap) if layer.has_entries else 0
+        entries = EntryRange(ratio, self._slots) if layer.has_entries else None
         self.documents = Documents.made(lengths, counts, size)
         self.visibility = Visibility.made(
             self.documents, config.sliding_window, entries, max_history(config.sliding_window)
         )
         self.layout = None
-        if layer.compress_ratio:
+        if layer.has_entries:
             self.layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
         self.table = _entry_table(config, layer, self.layout)
 
@@ -113,7 +113,7 @@ class Cached(Memory):
         return self._extended("indexer", indexer, x)
 
     def after(self) -> AttentionCache:
-        """The cache with these rows; to be called last."""
+        """The cache with these rows; to be called last: it holds what the layer has asked for."""
         assert self._kv is not None
         states = (self._states.get(part) for part in ("compressor", "indexer"))
         return self._cache.extended(self._counts, self._kv, *states)

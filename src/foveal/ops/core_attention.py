@@ -171,18 +171,16 @@ def _checked(
         indices = as_indices("indices", indices, (batch, length))
     if sinks is not None:
         sinks = as_array("sinks", sinks, "H", (heads,))
-    if entries is None:
-        entries = jnp.zeros((batch, 0, dim), kv.dtype)
+    if entries is None or not visibility.slots:
+        entries, indices = jnp.zeros((batch, 0, dim), kv.dtype), None
     scale, precision = as_scale(scale, dim), as_precision(precision)
     return Operands(q, kv, entries, sinks, visibility, indices, None, scale, precision)
 
 
 def _prepared(operands: Operands) -> Operands:
-    """As backends want them: indices only of entries, sinks in the accumulation dtype, keys all finite."""
+    """As backends want them: sinks in the accumulation dtype, keys all finite."""
     if operands.sinks is not None:
         operands = dataclasses.replace(operands, sinks=operands.sinks.astype(accumulation_dtype(operands.q.dtype)))
-    if not operands.slots:
-        operands = dataclasses.replace(operands, indices=None)
     return _isolate_non_finite(_gather_selected(operands))
 
 

@@ -45,9 +45,10 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     rope_dim = as_int("rope_dim", rope_dim, 2)
     if rope_dim % 2:
         raise ValueError(f"rope_dim: expected an even int, got {rope_dim}")
-    return _frequencies(rope, rope_dim)
+    return _frequencies(rope, rope_dim).copy()
 
 
+@functools.lru_cache(maxsize=64)
 def _frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
     # float32 powers differ by an ulp between libraries; rounding the float64 power once is the one everybody is near.
@@ -81,7 +82,7 @@ def rope_table(
     """
     position, _ = as_integers("positions", positions, ndims=(2,), fetch=False)
     rope_frequencies(rope, rope_dim)  # checks them
-    return table_for(position, rope, rope_dim)
+    return table_for(position, rope, int(rope_dim))
 
 
 def table_for(position: Int32[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
@@ -107,7 +108,7 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
     Raises:
         ValueError: x has other positions than the table, or is narrower than R.
     """
-    table, inverse = as_table(table), as_bool("inverse", inverse)
+    table, inverse = _as_table(table), as_bool("inverse", inverse)
     x, rope_dim = as_array("x", x, "B T *", table.cos.shape[:2]), 2 * table.cos.shape[-1]
     if x.ndim < 3 or x.shape[-1] < rope_dim:
         raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim}, as the table, got shape {x.shape}")
@@ -122,8 +123,7 @@ def rotate(x: Array, table: RopeTable, *, inverse: bool = False) -> Array:
     return _rope.bind(x, cos, sin, inverse=inverse)
 
 
-def as_table(table: object) -> RopeTable:
-    """A table, or a ValueError."""
+def _as_table(table: object) -> RopeTable:
     if not (isinstance(table, tuple) and len(table) == 2):
         raise ValueError(f"table: expected a RopeTable, got {described(table)}")
     cos = as_array("table.cos", table[0], "B T P")

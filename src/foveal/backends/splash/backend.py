@@ -140,7 +140,7 @@ class Splash(_SplashBackend):
         refusal = super().refusal(operands)
         if refusal is not None:
             return refusal
-        if operands.indices is not None and operands.slots:
+        if operands.indices is not None:
             return "which entries are selected is data, and its mask is known while tracing"
         documents, ratio = operands.visibility.documents, operands.visibility.compress_ratio
         if ratio and not documents.is_aligned(ratio):
@@ -163,7 +163,8 @@ class Splash(_SplashBackend):
         self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
     ) -> Splash:
         """See `Backend`."""
-        return Splash(super().configure(heads=heads, blocks=blocks).blocks, self.interpret, sharding)
+        tiles = super().configure(heads=heads, blocks=blocks).blocks
+        return dataclasses.replace(self, blocks=tiles, sharding=self.sharding if sharding is None else sharding)
 
     def build_masks(self, heads: int, visibility: Visibility) -> bool:
         """The tiles of the mask: tracing a call then finds them done."""

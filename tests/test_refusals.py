@@ -136,7 +136,7 @@ REFUSED = {
         "document_start": [*NO_INTEGERS, IDS, [0, 0], floats(B, S), [[2, 0]], [[0, 0, 1]], [[-1, -1]], [[0, 0, 5]]],
         "alignment": NO_INT,
         "padded": [0, None],
-        "continues": [1, "no"],
+        "first_row": [*(value for value in NO_INTEGERS if value is not None), [1], np.zeros((3, 1), int)],
     },
     "unpacked": {"batch": NO_INT, "length": NO_INT},
     "from_segment_ids": {"segment_ids": [*NO_INTEGERS, IDS[0], IDS * -1, [1, 2], IDS > 0], "alignment": NO_INT},
@@ -144,7 +144,11 @@ REFUSED = {
     "from_lengths": {"lengths": [*NO_INTEGERS, [9], [-1], [[4, 5]], 4], "length": NO_INT, "alignment": NO_INT},
     "continuing": {"lengths": [*NO_INTEGERS, [-1, 0], 4], "counts": [*NO_INTEGERS, [1], [3, 0]], "size": NO_INT},
     "Visibility": {"documents": [IDS, W, None, VISIBILITY], "sliding_window": [*NO_INT, 0, DOCUMENTS]}
-    | {"compress_ratio": [*NO_INT, None], "history": NO_INT, "capacity": NO_INT},
+    | {
+        "compress_ratio": [*NO_INT, None],
+        "history": NO_INT,
+        "entries": [4, (4, None), "all", foveal.EntryRange(0, None)],
+    },
     "WindowLayout.of": {"documents": [IDS, VISIBILITY, None], "ratio": NO_SIZE},
     "pack_documents": {"documents": [[]], "row_length": NO_SIZE, "align": NO_SIZE},
     "unpack": {"x": [[1.0], None, floats()], "cu_seqlens": [*NO_INTEGERS, [[0]], [0, 9]], "max_length": NO_INT},

@@ -380,20 +380,21 @@ def test_no_array_of_a_layer_has_rows_times_rows_or_entries(layer_type, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer_type", LayerType)
-def test_dense_layers_have_derivatives_of_any_kind(layer_type):
-    layer = CompressedAttention(AttentionConfig.tiny(), layer_type=layer_type, rngs=nnx.Rngs(0))
-    set_params(layer, random_params(layer.config, layer_type, 0))
+def test_dense_layers_have_derivatives_of_any_kind():
+    layer = CompressedAttention(AttentionConfig.tiny(), layer_type=LayerType.CSA, rngs=nnx.Rngs(0))
+    set_params(layer, random_params(layer.config, LayerType.CSA, 0))
     graph, params = nnx.split(layer)
     x, along = (random_hidden(seed, 1, 20, layer.config.hidden_size) for seed in (0, 1))
 
     def loss(step):
         return (nnx.merge(graph, params)(x + step * along, implementation="dense") ** 2).mean()
 
-    def tangent(step):
-        return jax.jvp(loss, (step,), (1.0,))[1]
-
-    slope, curvature = jax.jit(jax.grad(loss))(0.0), jax.jit(jax.grad(jax.grad(loss)))(0.0)
-    np.testing.assert_allclose(jax.jit(tangent)(0.0), slope, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(jax.hessian(loss))(0.0), curvature, rtol=1e-4)
+    (slope, curvature), twice = jax.jit(
+        lambda step: (
+            jax.jvp(jax.grad(loss), (step,), (1.0,)),
+            jax.grad(lambda s: jax.jvp(loss, (s,), (1.0,))[1])(step),
+        )
+    )(0.0)
+    np.testing.assert_allclose(curvature, twice, rtol=1e-4)
     assert abs(curvature) > 1e-3
+    assert np.isfinite(slope)

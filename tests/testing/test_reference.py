@@ -93,12 +93,9 @@ def reference_vjp(params, x, cotangent, *, layer_type: LayerType):
 
 
 def reference_with_gradients(layer_type: LayerType, params, x: np.ndarray, cotangent: np.ndarray):
-    """The same as `transformers_attention` from the reference."""
-    from foveal.testing.peer import peer_layout, peer_name
-
+    """The same as `transformers_attention` from the reference, in our names and layouts."""
     output, gradients, x_gradient = reference_vjp(params, x, cotangent, layer_type=layer_type)
-    named = {peer_name(name): peer_layout(name, np.asarray(value)) for name, value in gradients.items()}
-    return np.asarray(output), {**named, "x": np.asarray(x_gradient)}
+    return np.asarray(output), {**{name: np.asarray(g) for name, g in gradients.items()}, "x": np.asarray(x_gradient)}
 
 
 def assert_selection_is_clear(params, x: np.ndarray) -> None:
@@ -119,7 +116,10 @@ def compare_with_transformers(layer_type, length, dtype, *, output_tolerance, gr
     if layer_type == LayerType.CSA:
         assert_selection_is_clear(params, x)
     expected, expected_gradients = transformers_attention(layer_type, params, x, cotangent)
-    actual, actual_gradients = reference_with_gradients(layer_type, params, x, cotangent)
+    from foveal.testing.peer import peer_layout, peer_name
+
+    actual, gradients = reference_with_gradients(layer_type, params, x, cotangent)
+    actual_gradients = {peer_name(name): peer_layout(name, gradient) for name, gradient in gradients.items()}
     assert actual.dtype == expected.dtype == dtype
     np.testing.assert_allclose(actual, expected, rtol=output_tolerance, atol=output_tolerance)
     assert actual_gradients.keys() == expected_gradients.keys()

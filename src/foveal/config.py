@@ -128,7 +128,7 @@ class AttentionConfig:
         return self.layer_types[index]
 
     def layer(self, kind: "int | LayerType | str") -> LayerSpec:
-        """What a layer computes, by its index or its type.
+        """The specification of a layer, by its index or its type.
 
         Raises:
             ValueError: no such layer, or an unknown layer type.

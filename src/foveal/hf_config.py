@@ -105,7 +105,7 @@ def read_hf_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[
 
 
 def write_hf_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What `read_hf_config` reads as these fields; `AttentionConfig.to_hf_config` describes it."""
+    """The published form of a config's fields, which `read_hf_config` reads; see `AttentionConfig.to_hf_config`."""
     numbers = {field: value for field, value in fields.items() if isinstance(value, (int, float))}
     plain = {field: value for field, value in numbers.items() if field not in _PUBLISHED_RATIOS}
     tables = {"main": fields["rope"], "compress": fields["compress_rope"]}

@@ -1,4 +1,4 @@
-"""Layer types and what each of them computes; rotary tables. This module does not import JAX."""
+"""Layer types and their specifications; configurations of rotary tables. This module does not import JAX."""
 
 import dataclasses
 import enum
@@ -115,7 +115,7 @@ class Pooling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What layers of one type compute. Everything that differs between types is here; `AttentionConfig.layer` tells.
+    """The specification of a layer type: everything in which layers of one type differ from others.
 
     Attributes:
         layer_type: the type.
@@ -148,7 +148,7 @@ class LayerSpec:
 def layer_spec(
     layer_type: LayerType, csa_ratio: int, hca_ratio: int, rope: RopeConfig, compress_rope: RopeConfig
 ) -> LayerSpec:
-    """What a DeepSeek-V4 layer of a type computes, by a model's ratios and rotary tables."""
+    """The specification of a DeepSeek-V4 layer type, given a model's ratios and rotary tables."""
     ratio, pooling, table = {
         LayerType.SLIDING: (0, Pooling.NONE, rope),
         LayerType.CSA: (csa_ratio, Pooling.OVERLAPPED, compress_rope),

@@ -1,4 +1,4 @@
-"""What core attention is computed from, and what an implementation of it is."""
+"""The operands of core attention, and the interface of its implementations."""
 
 from __future__ import annotations
 

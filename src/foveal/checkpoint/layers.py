@@ -31,7 +31,7 @@ def abstract_layer(
 
 
 def parameter_shapes(config: AttentionConfig, layer: int) -> Mapping[str, tuple[int, ...]]:
-    """Of a layer's parameters, by dotted path."""
+    """Shapes of a layer's parameters, by dotted path."""
     return _shapes_of_type(dataclasses.replace(config, layer_types=(config.layer_type(layer),)))
 
 

@@ -20,7 +20,6 @@ from foveal.cli.presets import read_model
 from foveal.config import AttentionConfig
 from foveal.flops import core_cost, layer_cost
 from foveal.geometry import Documents, Visibility
-from foveal.layers import LayerType
 from foveal.nn import CompressedAttention
 from foveal.ops.core_attention import core_attention, explain
 from foveal.schedule import kernel_schedules
@@ -36,7 +35,7 @@ def chosen_implementation(case: CompileCase) -> str:
     axes = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axes, abstract_device=device)
     config = read_model(case.preset, case.config)
-    visibility, indices, operands = _operands(case, config, case.layer_type, mesh)
+    visibility, indices, operands = _operands(case, config, mesh)
     chosen: list[str | None] = []
 
     def ask(indices: Any, q: Any, kv: Any, entries: Any, sinks: Any) -> None:
@@ -52,16 +51,16 @@ def chosen_implementation(case: CompileCase) -> str:
 def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
-    config, layer_type = read_model(case.preset, case.config), case.layer_type
+    config = read_model(case.preset, case.config)
     backend = _configured(case, config)
     mask_seconds = _build_masks(backend, case, config)
     implementation = None if case.chosen else backend
     build = _core if case.what == "core" else _layer
-    function, args = build(case, config, layer_type, implementation, mesh)
+    function, args = build(case, config, implementation, mesh)
     report = compile_report(function, *args, mesh=mesh, compiler_options=dict(case.compiler_options))
     cost = (core_cost if case.what == "core" else layer_cost)(
         config,
-        layer_type,
+        case.layer_type,
         Documents.unpacked(case.batch, case.length),
         bytes_per_element=jnp.dtype(case.dtype).itemsize,
         backward=case.backward,
@@ -134,7 +133,7 @@ def _visibility(case: CompileCase, config: AttentionConfig, batch: int, length: 
 
 
 def _operands(
-    case: CompileCase, config: AttentionConfig, layer_type: LayerType, mesh: Mesh | AbstractMesh
+    case: CompileCase, config: AttentionConfig, mesh: Mesh | AbstractMesh
 ) -> tuple[Visibility, Any, list[Any]]:
     """Who sees what, the selected slots or None, and q, kv, entries and sinks: shapes of core attention's arguments."""
     rows, heads = _axes(case)
@@ -148,7 +147,7 @@ def _operands(
     args: list[Any] = [q, struct(case.batch, case.length, dim), struct(case.batch, visibility.slots, dim)]
     args.append(struct(config.num_attention_heads, dtype=jnp.float32, spec=(heads,)))
     indices = None
-    if config.layer(layer_type).has_indexer:
+    if config.layer(case.layer_type).has_indexer:
         chosen = min(config.index_topk, visibility.slots)
         indices = struct(case.batch, case.length, chosen, dtype=jnp.int32)
     return visibility, indices, args
@@ -157,11 +156,10 @@ def _operands(
 def _core(
     case: CompileCase,
     config: AttentionConfig,
-    layer_type: LayerType,
     implementation: str | Backend | None,
     mesh: Mesh,
 ) -> tuple[Callable[..., Any], list[Any]]:
-    visibility, indices, args = _operands(case, config, layer_type, mesh)
+    visibility, indices, args = _operands(case, config, mesh)
 
     def forward(indices: Any, *operands: Any) -> Any:
         q, kv, entries, sinks = operands
@@ -175,7 +173,6 @@ def _core(
 def _layer(
     case: CompileCase,
     config: AttentionConfig,
-    layer_type: LayerType,
     implementation: str | Backend | None,
     mesh: Mesh,
 ) -> tuple[Callable[..., Any], list[Any]]:
@@ -183,7 +180,7 @@ def _layer(
 
     def make() -> CompressedAttention:
         dtype = jnp.dtype(case.dtype)
-        return CompressedAttention(config, layer_type=layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+        return CompressedAttention(config, layer_type=case.layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
 
     graph, state = nnx.split(nnx.eval_shape(make))
     rules = [(axis, mesh_axis if heads else None) for axis, mesh_axis in _RULES.items()]

@@ -1,4 +1,4 @@
-"""What `foveal compile` compiles in one process."""
+"""One case of `foveal compile`: a program that a process of its own compiles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CompileCase:
 
     @property
     def layer_type(self) -> LayerType:
-        """What kind of layer."""
+        """The layer type."""
         return LayerType(self.layer)
 
     @property

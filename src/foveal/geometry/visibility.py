@@ -257,7 +257,7 @@ class Visibility:
         return self._ranges(start, row)
 
     def _ranges(self, start: Array, row: int | Array) -> TileRanges:
-        """Of queries [row, row + T), whose documents begin at `start`, [B or 1, T], in the longer row's numbers."""
+        """Ranges of the queries [row, row + T); `start` [B or 1, T] is their `document_start`."""
         own = row + jax.lax.broadcasted_iota(jnp.int32, start.shape, 1)
         before = self.documents.first_row
         rows, first_key = (own, -self.history) if before is None else (before + own, before - self.history)

@@ -1,4 +1,4 @@
-"""What a layer computes on the way to core attention."""
+"""Activations of a layer, up to core attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices",
 
 
 class Scored(NamedTuple):
-    """What an indexer scores with: queries [B, S, I, J], heads' weights [B, S, I], index keys [B, C, J]."""
+    """Inputs of the index scores: queries [B, S, I, J], heads' weights [B, S, I], index keys [B, C, J]."""
 
     q: Array
     weights: Array
@@ -21,7 +21,7 @@ class Scored(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """The arrays of one call, on the way to core attention.
+    """Inputs of core attention and of the indexer's loss in one call.
 
     Attributes:
         q: queries, [B, S, H, D].

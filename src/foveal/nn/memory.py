@@ -1,7 +1,7 @@
-"""What a layer's rows attend to, and where it comes from: these rows alone, or a cache before them.
+"""Memories: the source of the keys, entries and selections that a layer attends to.
 
-A layer asks its memory four things: which documents its rows belong to, which raw keys there are, which entries (and
-index keys), and which of them are selected. Training and serving differ in nothing else.
+A layer asks its memory which documents its rows belong to, and for raw keys, entries, index keys and the selection.
+Training (`Fresh`) and serving (`Cached`) differ in nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foveal.typing import Array, Int32
 
 
 class Memory(abc.ABC):
-    """One call's memory, asked for each thing once.
+    """The memory of one call. Each method is called at most once.
 
     Attributes:
         documents: which documents the rows belong to.
@@ -84,7 +84,7 @@ class Cached(Memory):
         self, config: AttentionConfig, layer: LayerSpec, cache: AttentionCache, counts: Int32[Array, " B"], size: int
     ) -> None:
         ratio, lengths = layer.compress_ratio, cache.lengths
-        self._cache, self._counts, self._ratio = cache, counts, ratio
+        self._cache, self._counts = cache, counts
         self._kv: Array | None = None
         self._states: dict[str, CompressorState] = {}
         self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0

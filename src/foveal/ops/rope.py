@@ -40,12 +40,16 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     Raises:
         ValueError: `rope_dim` is odd or below 2, or `rope` is no `RopeConfig`.
     """
+    return _frequencies(*_checked(rope, rope_dim)).copy()
+
+
+def _checked(rope: RopeConfig, rope_dim: int) -> tuple[RopeConfig, int]:
     if not isinstance(rope, RopeConfig):
         raise ValueError(f"rope: expected a RopeConfig, got {described(rope)}")
     rope_dim = as_int("rope_dim", rope_dim, 2)
     if rope_dim % 2:
         raise ValueError(f"rope_dim: expected an even int, got {rope_dim}")
-    return _frequencies(rope, rope_dim).copy()
+    return rope, rope_dim
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,8 +85,7 @@ def rope_table(
         ValueError: positions that are not integers [B, T], or as `rope_frequencies`.
     """
     position, _ = as_integers("positions", positions, ndims=(2,), fetch=False)
-    rope_frequencies(rope, rope_dim)  # checks them
-    return table_for(position, rope, int(rope_dim))
+    return table_for(position, *_checked(rope, rope_dim))
 
 
 def table_for(position: Int32[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:

@@ -12,7 +12,7 @@ import numpy as np
 
 from foveal.checks import as_dtype, as_flags, as_int, as_lengths, as_size, on_host, require
 from foveal.config import AttentionConfig, as_config
-from foveal.geometry import WindowLayout, window_halo
+from foveal.geometry import window_halo
 from foveal.layers import LayerSpec, LayerType, as_layer_type
 from foveal.meshes import any_mesh
 from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accumulation_dtype, narrowed
@@ -326,12 +326,15 @@ def extended_state(
     counts: Int32[Array, " B"],
     kv: Float[Array, "B T F"],
     gate: Float[Array, "B T F"],
-    layout: WindowLayout,
+    slots: Int32[Array, "B N"],
     entries: Float[Array, "B N D"],
 ) -> CompressorState:
-    """The state with new tokens, and the entries of the windows that they complete, each in its slot."""
+    """The state with new tokens, and the entries of the windows that they complete, each in its slot.
+
+    Slots past the end, `WindowLayout.entry_slots` gives them to windows that are not complete, take none.
+    """
     return CompressorState(
-        _put(state.entries, layout.slots_of(state.entries.shape[1]), entries),
+        _put(state.entries, slots, entries),
         _pushed(state.kv, kv, lengths, counts),
         _pushed(state.gate, gate, lengths, counts),
     )

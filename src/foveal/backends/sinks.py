@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.typing import Array, Bool, Float, lowest
+from foveal.typing import Array, Bool, Float
 
 
 def share_of_keys(lse: Float[Array, "B S H"], sinks: Float[Array, " H"] | None) -> Float[Array, "B S H"]:
@@ -74,7 +74,7 @@ def row_gradients(
         sinks: logits, or None.
         silent: queries that give no gradient: they saw nothing, or something that is not finite.
     """
-    weights_lse = jnp.where(silent, -lowest(lse.dtype), lse)
+    weights_lse = jnp.where(silent, jnp.finfo(lse.dtype).max, lse)
     lse = jnp.where(silent, 0.0, lse)
     inner = jnp.where(silent, 0.0, inner)
     share, sink_share = jnp.ones_like(lse), None

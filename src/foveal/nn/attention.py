@@ -29,7 +29,7 @@ from foveal.ops.indexer_loss import IndexerLoss, indexer_loss
 from foveal.ops.indexer_recall import IndexerRecall, indexer_recall
 from foveal.ops.indexing import best_entries
 from foveal.ops.output_projection import project_groups
-from foveal.ops.rope import rotate, table_for
+from foveal.ops.rope import rotate
 from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
 
 
@@ -74,7 +74,7 @@ class CompressedAttention(nnx.Module):
         self.layer_type = _layer_type(config, layer_index, layer_type)
         self.spec = config.layer(self.layer_type)
         numerics = Numerics(dtype, param_dtype, precision, config.initializer_range)
-        self.dtype, self.precision = numerics.dtype, precision
+        self.dtype, self.wide, self.precision = numerics.dtype, numerics.wide, precision
         eps, heads, dim = config.rms_norm_eps, config.num_attention_heads, config.head_dim
 
         self.q_a_proj = linear(
@@ -293,29 +293,28 @@ class CompressedAttention(nnx.Module):
     ) -> Activations:
         """All that core attention takes, and with `index` what a CSA layer's indexer scores with."""
         x = x.astype(self.dtype)
-        if memory.documents.padded:  # what padding holds, NaN included, must not reach a weight's gradient
-            x = jnp.where(memory.documents.is_padding[:, :, None], 0.0, x)
-        config = self.config
-        table = table_for(memory.documents.positions, self.spec.rope, config.qk_rope_head_dim)
+        if memory.padding is not None:  # what padding holds, NaN included, must not reach a weight's gradient
+            x = jnp.where(memory.padding[:, :, None], 0.0, x)
+        config, table = self.config, memory.table
         q_residual = checkpoint_name(self.q_a_norm(self.q_a_proj(x)).astype(self.dtype), "q_residual")
         q = self.q_b_proj(q_residual).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
         q, kv = self.q_b_norm(q).astype(self.dtype), self.kv_norm(self.kv_proj(x)).astype(self.dtype)
         q, kv = checkpoint_name(rotate(q, table), "q"), checkpoint_name(rotate(kv, table), "kv")
 
-        entries, indices, scored = kv[:, :0], None, None
+        keys, entries, indices, scored = memory.raw_keys(kv), kv[:, :0], None, None
         if self.compressor is not None:
             entries = checkpoint_name(memory.entries(self.compressor, x), "entries")
             if isinstance(self.compressor, IndexedCompressor) and index:
                 # Nothing but its own loss teaches the indexer, and its loss nothing else.
                 indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
-                keys = checkpoint_name(memory.index_keys(indexer, x_in), "index_keys")
-                scored = Scored(*index_queries(indexer, x_in, q_in, table), keys)
+                index_keys = checkpoint_name(memory.index_keys(indexer, x_in), "index_keys")
+                scored = Scored(*index_queries(indexer, x_in, q_in, table), index_keys)
                 if select == "top_k":
                     own = functools.partial(
                         best_entries, *scored, memory.visibility, indexer.top_k, precision=self.precision
                     )
                     indices = checkpoint_name(memory.selection(own), "indices")
-        return Activations(q, memory.raw_keys(kv), entries, scored, indices, memory.visibility, table)
+        return Activations(q, keys, entries, scored, indices, memory.visibility, table)
 
     def _attend(
         self,
@@ -339,7 +338,7 @@ class CompressedAttention(nnx.Module):
             made.q,
             made.kv,
             made.entries,
-            self.sinks[...],
+            self.sinks[...].astype(self.wide),
             made.visibility,
             made.indices if made.entries.shape[1] else None,
             None,

@@ -100,8 +100,8 @@ class LightningIndexer(Compressor):
 
 def index_queries(indexer: LightningIndexer, x: Array, q_residual: Array, table: RopeTable) -> tuple[Array, Array]:
     """`LightningIndexer.queries`, for arguments that were checked."""
-    q = indexer.q_b_proj(q_residual).reshape(*x.shape[:2], indexer.heads, indexer.head_dim)
-    return rotate(q, table), indexer.scorer(x)
+    q, weights = indexer.q_b_proj(q_residual), indexer.scorer(x)
+    return rotate(q.reshape(*x.shape[:2], indexer.heads, indexer.head_dim), table), weights
 
 
 class IndexedCompressor(Compressor):

@@ -25,15 +25,33 @@ class Memory(abc.ABC):
 
     Attributes:
         documents: which documents the rows belong to.
+        padding: bool [B, S], rows that belong to none; None where there are no such rows.
         visibility: which raw keys and entries each row sees.
         layout: the windows that these rows complete; None in a layer without entries.
-        table: RoPE for the first tokens of those windows, whose positions the entries have; None likewise.
+        table: RoPE at the rows' positions.
+        entry_table: RoPE at the positions of those windows' first tokens, which the entries have; None likewise.
     """
 
     documents: Documents
+    padding: Array | None
     visibility: Visibility
     layout: WindowLayout | None
-    table: RopeTable | None
+    table: RopeTable
+    entry_table: RopeTable | None
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        layer: LayerSpec,
+        documents: Documents,
+        visibility: Visibility,
+        layout: WindowLayout | None,
+    ) -> None:
+        self.documents, self.visibility, self.layout = documents, visibility, layout
+        self.padding = documents.is_padding if documents.padded else None
+        positions, dim = documents.positions, config.qk_rope_head_dim
+        self.table = table_for(positions, layer.rope, dim)
+        self.entry_table = None if layout is None else table_for(layout.positions, layer.rope, dim)
 
     @abc.abstractmethod
     def raw_keys(self, kv: Array) -> Array:
@@ -57,10 +75,9 @@ class Fresh(Memory):
 
     def __init__(self, config: AttentionConfig, layer: LayerSpec, documents: Documents) -> None:
         entries = EntryRange(layer.compress_ratio, None) if layer.has_entries else None
-        self.documents = documents
-        self.visibility = Visibility.made(documents, config.sliding_window, entries, 0)
-        self.layout = WindowLayout.made(documents, layer.compress_ratio) if layer.has_entries else None
-        self.table = _entry_table(config, layer, self.layout)
+        visibility = Visibility.made(documents, config.sliding_window, entries, 0)
+        layout = WindowLayout.made(documents, layer.compress_ratio) if layer.has_entries else None
+        super().__init__(config, layer, documents, visibility, layout)
 
     def raw_keys(self, kv: Array) -> Array:
         """These rows' own."""
@@ -69,8 +86,8 @@ class Fresh(Memory):
     def entries(self, compressor: Compressor, x: Array) -> Array:
         """Those of these rows' windows."""
         assert self.layout is not None
-        assert self.table is not None
-        return pool(compressor, *project(compressor, x), self.layout, self.table)
+        assert self.entry_table is not None
+        return pool(compressor, *project(compressor, x), self.layout, self.entry_table)
 
     def index_keys(self, indexer: Compressor, x: Array) -> Array:
         """Those of these rows' windows."""
@@ -90,14 +107,12 @@ class Cached(Memory):
         self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0
         self._history = window_halo(ratio, overlap=layer.overlap) if layer.has_entries else 0
         entries = EntryRange(ratio, self._slots) if layer.has_entries else None
-        self.documents = Documents.made(lengths, counts, size)
-        self.visibility = Visibility.made(
-            self.documents, config.sliding_window, entries, max_history(config.sliding_window)
-        )
-        self.layout = None
+        documents, window = Documents.made(lengths, counts, size), config.sliding_window
+        visibility, layout = Visibility.made(documents, window, entries, max_history(window)), None
         if layer.has_entries:
-            self.layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
-        self.table = _entry_table(config, layer, self.layout)
+            layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
+            self._filled = layout.slots_of(max(self._slots, 1))
+        super().__init__(config, layer, documents, visibility, layout)
 
     def raw_keys(self, kv: Array) -> Array:
         """The last of the window, and these rows' own."""
@@ -120,13 +135,9 @@ class Cached(Memory):
 
     def _extended(self, part: str, compressor: Compressor, x: Array) -> Array:
         assert self.layout is not None
-        assert self.table is not None
+        assert self.entry_table is not None
         state, new = getattr(self._cache, part), project(compressor, x)
         rows = with_history(state, self._cache.lengths, self._history, *new)
-        made = pool(compressor, *rows, self.layout, self.table)
-        self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self.layout, made)
+        made = pool(compressor, *rows, self.layout, self.entry_table)
+        self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self._filled, made)
         return self._states[part].entries[:, : self._slots]
-
-
-def _entry_table(config: AttentionConfig, layer: LayerSpec, layout: WindowLayout | None) -> RopeTable | None:
-    return None if layout is None else table_for(layout.positions, layer.rope, config.qk_rope_head_dim)

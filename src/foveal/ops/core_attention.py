@@ -13,8 +13,7 @@ from foveal.backends.registry import Explanation
 from foveal.checks import as_array, as_bool, as_indices, as_precision, as_scale, same_dtype
 from foveal.geometry import EntryRange, Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.program import planned
-from foveal.typing import Array, Bool, Float, Int, Precision, accumulation_dtype
+from foveal.typing import Array, Bool, Float, Int, Precision
 
 
 @overload
@@ -102,6 +101,8 @@ def core_attention(
     operands = _checked(q, kv, entries, visibility, indices, sinks, scale, precision)
     if operands.indices is not None:
         operands = dataclasses.replace(operands, indices=visibility.seen_slots(operands.indices))
+    if operands.sinks is not None:
+        operands = dataclasses.replace(operands, sinks=operands.sinks.astype(operands.accumulation_dtype))
     out, lse = attend(operands, implementation)
     if not return_lse:
         return out
@@ -117,9 +118,7 @@ def attend(
     would end a run under `jax_debug_infs`.
     """
     backend = registry.choose(operands, implementation)
-    if implementation is None:  # the platform has chosen
-        operands = dataclasses.replace(operands, q=planned(operands.q))
-    return backend(_prepared(operands))
+    return backend(_isolate_non_finite(_gather_selected(operands)))
 
 
 @any_mesh()
@@ -177,13 +176,6 @@ def _checked(
     return Operands(q, kv, entries, sinks, visibility, indices, None, scale, precision)
 
 
-def _prepared(operands: Operands) -> Operands:
-    """As backends want them: sinks in the accumulation dtype, keys all finite."""
-    if operands.sinks is not None:
-        operands = dataclasses.replace(operands, sinks=operands.sinks.astype(accumulation_dtype(operands.q.dtype)))
-    return _isolate_non_finite(_gather_selected(operands))
-
-
 def _gather_selected(operands: Operands) -> Operands:
     """The call on its selected entries alone, where few queries select from many: a token that is decoded.
 
@@ -214,7 +206,7 @@ def _isolate_non_finite(operands: Operands) -> Operands:
     indices, entries, ranges = operands.indices, operands.entries, operands.visibility.ranges
     kv_bad = ~jnp.isfinite(operands.kv).all(axis=-1)
     tainted = _any_in_range(kv_bad, ranges.window_first, ranges.window_end)
-    if operands.slots:
+    if entries.shape[1]:
         bad = ~jnp.isfinite(entries).all(axis=-1)
         if indices is None:
             tainted |= _any_in_range(bad, ranges.entry_first, ranges.entry_end)

@@ -14,7 +14,7 @@ from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scal
 from foveal.geometry import Block, Blocks, Visibility, as_visibility
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import LOWEST, Gathered, Plan, QueryBlock, Sources, Streamed, Student, Teacher
-from foveal.program import planned, varying
+from foveal.program import planned
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 
@@ -158,16 +158,12 @@ def _over_blocks(
     finite = jnp.isfinite(student.keys).all(axis=-1)
     # What is not seen must not matter, and 0 x NaN is NaN: such keys become zeros, and their scores NaN.
     sources = Sources(jnp.where(finite[..., None], student.keys, 0.0), finite, teacher.entries)
-    blocks = Blocks(plan.queries, student.q.shape[1])
 
-    def step(i: Array, sums: _Sums) -> _Sums:
-        rows = blocks.at(i)
-        weights = rows.take(student.weights).astype(jnp.float32)
+    def step(rows: Block, sums: _Sums) -> _Sums:
+        index_q, weights, q, whole, chosen = rows.take((student.q, student.weights, teacher.q, teacher.whole, indices))
         ranges = visibility.tile(rows.start, rows.size)
-        block = QueryBlock(rows.take(student.q), weights, rows.take(teacher.q), rows.take(teacher.whole), ranges)
-        pairs = (
-            Streamed(plan, sources, block) if indices is None else Gathered(plan, sources, block, rows.take(indices))
-        )
+        block = QueryBlock(index_q, weights.astype(jnp.float32), q, whole, ranges)
+        pairs = Streamed(plan, sources, block) if chosen is None else Gathered(plan, sources, block, chosen)
         divergences, d_scores = _divergence(*pairs.both())
         keep = rows.fresh[None] & divergences.any_entry
         total = sums.total + jnp.sum(jnp.where(keep, divergences.divergence, 0.0))
@@ -181,8 +177,8 @@ def _over_blocks(
     if gradients:
         empty = student._replace(keys=student.keys.astype(jnp.float32))
         empty = jax.tree.map(jnp.zeros_like, empty)
-    start = varying(_Sums(zero, zero, empty), (student, teacher, visibility, indices))
-    sums = jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start)
+    like = student, teacher, visibility, indices
+    sums = Blocks(plan.queries, student.q.shape[1]).fold(step, _Sums(zero, zero, empty), like=like)
     filled = sums.gradients
     if filled is not None:
         filled = filled._replace(keys=filled.keys.astype(student.keys.dtype))
@@ -204,11 +200,8 @@ def _pulled(
     )
     pairs = dataclasses.replace(pairs, block=block._replace(index_q=q, weights=weights))
     d_q, d_weights, d_keys = pairs.pull(d_scores, jnp.where(keep[..., None], d_scores, 0.0), filled.keys)
-    return Student(
-        rows.put(filled.q, d_q.astype(filled.q.dtype)),
-        rows.put(filled.weights, d_weights.astype(filled.weights.dtype)),
-        d_keys,
-    )
+    fresh = d_q.astype(filled.q.dtype), d_weights.astype(filled.weights.dtype)
+    return Student(*rows.put((filled.q, filled.weights), fresh), d_keys)
 
 
 class _RowSums(NamedTuple):

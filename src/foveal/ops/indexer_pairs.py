@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 from foveal.checks import as_array
 from foveal.geometry import Block, Blocks, TileRanges, Visibility
 from foveal.ops.indexing import relu
-from foveal.program import per_row, platform, varying
+from foveal.program import per_row, platform
 from foveal.typing import Array, Precision, lowest
+
+T = TypeVar("T")
 
 
 class Student(NamedTuple):
@@ -132,14 +135,15 @@ class Streamed:
     sources: Sources
     block: QueryBlock
 
-    def _columns(self) -> tuple[Array, Array]:
-        """First block of entries that any query sees, and one past the last."""
-        return self.block.ranges.slot_blocks(self.plan.entries)
+    def _fold(self, step: Callable[[Block, T], T], start: T) -> T:
+        """Loops over the blocks of entries that any query sees."""
+        bounds = self.block.ranges.slot_blocks(self.plan.entries)
+        blocks = Blocks(self.plan.entries, self.sources.keys.shape[1])
+        return blocks.fold(step, start, like=(self.sources, self.block), bounds=bounds)
 
-    def _at(self, j: Array) -> tuple[Block, Array]:
-        """A block of slots, and whether each query sees each, bool [B or 1, T, N]."""
-        columns = Blocks(self.plan.entries, self.sources.keys.shape[1]).at(j)
-        return columns, self.block.ranges.sees(columns.start, columns.size)
+    def _seen(self, columns: Block) -> Array:
+        """Whether each query sees each slot of a block, bool [B or 1, T, N]."""
+        return self.block.ranges.sees(columns.start, columns.size)
 
     def _dots(self, columns: Block) -> tuple[Array, Array]:
         """float32 [B, T, I, N], and the keys."""
@@ -156,54 +160,48 @@ class Streamed:
         slots = self.sources.keys.shape[1]
         whole = self._own_denominators() if self.plan.own_denominator else self.block.whole
 
-        def step(j: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
-            columns, _ = self._at(j)
+        def step(columns: Block, both: tuple[Array, Array]) -> tuple[Array, Array]:
             dots, _ = self._dots(columns)
             scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
             scores = jnp.where(columns.take(self.sources.finite)[:, None], scores, jnp.nan)
             logits = heads_logits(self._logits(columns), whole)
-            return columns.put(both[0], scores, axis=2), columns.put(both[1], logits, axis=2)
+            return columns.put(both, (scores, logits), axis=2)
 
         empty = jnp.full((batch, queries, slots), LOWEST, jnp.float32)
-        start = varying((empty, empty), (self.sources, self.block))
-        scores, logits = jax.lax.fori_loop(*self._columns(), step, start)
+        scores, logits = self._fold(step, (empty, empty))
         return scores, logits, jnp.broadcast_to(self.block.ranges.sees(0, slots), scores.shape)
 
     def _own_denominators(self) -> Array:
         """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone; anything finite without any."""
 
-        def step(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            columns, seen = self._at(j)
-            logits = jnp.where((seen & columns.fresh[None, None])[:, :, None], self._logits(columns), LOWEST)
+        def step(columns: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            logits = jnp.where(
+                (self._seen(columns) & columns.fresh[None, None])[:, :, None], self._logits(columns), LOWEST
+            )
             peak = jnp.maximum(sums[0], logits.max(axis=-1))
             safe = jnp.where(peak <= LOWEST, 0.0, peak)
             total = sums[1] * jnp.exp(sums[0] - safe) + jnp.sum(jnp.exp(logits - safe[..., None]), axis=-1)
             return peak, total
 
         shape = self.block.q.shape[:3]
-        start = varying(
-            (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)), (self.sources, self.block)
-        )
-        peak, total = jax.lax.fori_loop(*self._columns(), step, start)
+        peak, total = self._fold(step, (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)))
         none = total == 0.0
         return jnp.where(none, 0.0, peak) + jnp.log(jnp.where(none, 1.0, total))
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
         """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
 
-        def step(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            columns, seen = self._at(j)
+        def step(columns: Block, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dots, keys = self._dots(columns)
-            dots = jnp.where(seen[:, :, None], dots, 0.0)
+            dots = jnp.where(self._seen(columns)[:, :, None], dots, 0.0)
             fresh = columns.fresh[None, None]
-            of_all, of_fresh = (jnp.where(fresh, columns.take(d, axis=2), 0.0) for d in (d_scores, d_fresh))
+            of_all, of_fresh = (jnp.where(fresh, d, 0.0) for d in columns.take((d_scores, d_fresh), axis=2))
             d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, of_all, "btic,bcj->btij", keys)
             d_here = _matmul("btic,btij->bcj", d_dots(of_fresh), self.block.index_q, self.plan)
             return sums[0] + d_q, sums[1] + d_weights, columns.add(sums[2], d_here)
 
-        zeros = (jnp.zeros(a.shape, jnp.float32) for a in (self.block.index_q, self.block.weights))
-        start = (*varying(tuple(zeros), (self.sources, self.block)), d_keys)
-        return jax.lax.fori_loop(*self._columns(), step, start)
+        q, weights = self.block.index_q, self.block.weights
+        return self._fold(step, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), d_keys))
 
 
 @dataclasses.dataclass(frozen=True)

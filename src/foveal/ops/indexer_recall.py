@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from foveal.checks import as_indices, as_precision, as_scale
-from foveal.geometry import Blocks, Visibility, as_visibility, membership
+from foveal.geometry import Block, Blocks, Visibility, as_visibility, membership
 from foveal.meshes import any_mesh
 from foveal.ops.indexer_pairs import Teacher, heads_logits
 from foveal.ops.indexing import best_of, rank
-from foveal.program import per_row, planned, platform, varying
+from foveal.program import per_row, planned, platform
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 _ELEMENTS = 1 << 22
@@ -89,9 +89,8 @@ def indexer_recall(
     indices = visibility.seen_slots(indices)
     q, blocks = planned(q), Blocks(min(per_row(_ELEMENTS // (heads * slots), batch, 1), length), length)
 
-    def step(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows = blocks.at(i)
-        q_at, whole_at, chosen_at = (rows.take(array) for array in (q, whole, indices))
+    def step(rows: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_at, whole_at, chosen_at = rows.take((q, whole, indices))
         ranges = visibility.tile(rows.start, rows.size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
         ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
@@ -102,5 +101,4 @@ def indexer_recall(
         count = jnp.sum(jnp.where(choice, (best >= 0).sum(axis=-1), 0), dtype=jnp.float32)
         return sums[0] + found, sums[1] + count
 
-    start = varying((zero, zero), (q, entries, whole, indices, visibility))
-    return IndexerRecall(*jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start))
+    return IndexerRecall(*blocks.fold(step, (zero, zero), like=(q, entries, whole, indices, visibility)))

@@ -92,14 +92,11 @@ def best_entries(
         return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen, cpu=plan.cpu)
     index = _Index(q, weights, jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
-    blocks = Blocks(plan.queries, length)
-
-    def step(i: Array, out: Array) -> Array:
-        rows = blocks.at(i)
+    def step(rows: Block, out: Array) -> Array:
         return rows.put(out, _block(plan, index.at(rows), index.largest))
 
-    start = varying(jnp.zeros((batch, length, chosen), jnp.int32), (q, weights, keys, visibility))
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(blocks.count), step, start)
+    start = jnp.zeros((batch, length, chosen), jnp.int32)
+    return Blocks(plan.queries, length).fold(step, start, like=(q, weights, keys, visibility))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +147,7 @@ class _Index(NamedTuple):
     def at(self, rows: Block) -> _Block:
         """The queries at some rows of all batch rows."""
         ranges = self.visibility.tile(rows.start, rows.size)
-        return _Block(rows.take(self.q), rows.take(self.weights), self.keys, ranges)
+        return _Block(*rows.take((self.q, self.weights)), self.keys, ranges)
 
 
 class _Block(NamedTuple):
@@ -191,18 +188,16 @@ def _ranks(plan: _Plan, block: _Block) -> Array:
     axis, product = (1, "btij,bcj->btic") if plan.at_once else (2, "btij,bjc->btic")
     slots = block.keys.shape[axis]
 
-    def step(j: Array, ranks: Array) -> Array:
-        columns = Blocks(plan.entries, slots).at(j)
-        keys = columns.take(block.keys, axis)
+    def step(columns: Block, ranks: Array) -> Array:
+        keys, seen = columns.take(block.keys, axis), block.ranges.sees(columns.start, columns.size)
         dots = jnp.einsum(product, block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
         # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
-        ranks_here = rank(scores, block.ranges.sees(columns.start, columns.size))
-        return columns.put(ranks, ranks_here, axis=2)
+        return columns.put(ranks, rank(scores, seen), axis=2)
 
-    start = varying(jnp.full((batch, queries, slots), _NEVER, jnp.int32), block)
-    return jax.lax.fori_loop(*block.ranges.slot_blocks(plan.entries), step, start)
+    start, bounds = jnp.full((batch, queries, slots), _NEVER, jnp.int32), block.ranges.slot_blocks(plan.entries)
+    return Blocks(plan.entries, slots).fold(step, start, like=block, bounds=bounds)
 
 
 def relu(dots: Array) -> Array:
@@ -261,15 +256,13 @@ def _how_many(flags: Array) -> Array:
 
 def _slots_of(chosen: Array, count: int) -> Array:
     """Where each query's row is True, `count` times at most: int32 [B, T, count], ascending, then -1."""
-    batch, queries, slots = chosen.shape
-    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
-    place = jnp.where(chosen, _running_count(chosen) - 1, count + slot)  # past the end: dropped
-    start = varying(jnp.full((batch, queries, count), -1, jnp.int32), chosen)
+    slot = jnp.arange(chosen.shape[2], dtype=jnp.int32)
+    place = jnp.where(chosen, _running_count(chosen) - 1, count + slot[None, None])  # past the end: dropped
 
-    def put(row: Array, place: Array) -> Array:
-        return row.at[place].set(slot[0, 0], mode="drop", unique_indices=True)
+    def put(place: Array) -> Array:
+        return jnp.full(count, -1, jnp.int32).at[place].set(slot, mode="drop", unique_indices=True)
 
-    return jax.vmap(jax.vmap(put))(start, place)  # mapped, not indexed by batch and queries: a sharded batch stays
+    return jax.vmap(jax.vmap(put))(place)  # mapped, not indexed by batch and queries: a sharded batch stays
 
 
 def _running_count(flags: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -36,51 +35,38 @@ class Chunked(Backend):
         q = operands.q
         if q.size == 0:
             return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], operands.accumulation_dtype)
+        arrays, structure = jax.tree.flatten(operands)
         plan = Plan.of(operands)
         # Tiles are whole rows, and the backward pass takes the same queries again.
-        arrays, structure = jax.tree.flatten(dataclasses.replace(operands, q=row_major(planned(q))))
+        arrays[0] = row_major(planned(q))
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
         arrays = reverse_only(_ONCE, varying(arrays, arrays))
-        return _attention(plan, jax.tree.unflatten(structure, arrays))
+        return _attention(plan, structure, arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    return forward(plan, operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(plan: Plan, structure: Any, arrays: list[Array]) -> tuple[Array, Array]:
+    return forward(plan, jax.tree.unflatten(structure, arrays))
 
 
-def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], tuple[Operands, Array, Array]]:
-    out, lse = forward(plan, _first_only(operands))
-    return (out, lse), (operands, out, lse)
-
-
-def _first_only(operands: Operands) -> Operands:
-    """See `first_only`; only floats have derivatives."""
-    floats = (operands.q, operands.kv, operands.entries, operands.sinks)
-    q, kv, entries, sinks = first_only(_ONCE, floats)
-    return dataclasses.replace(operands, q=q, kv=kv, entries=entries, sinks=sinks)
+def _forward_rule(
+    plan: Plan, structure: Any, arrays: list[Array]
+) -> tuple[tuple[Array, Array], tuple[list[Array], Array, Array]]:
+    out, lse = forward(plan, jax.tree.unflatten(structure, first_only(_ONCE, arrays)))
+    return (out, lse), (arrays, out, lse)
 
 
 def _backward_rule(
-    plan: Plan, residuals: tuple[Operands, Array, Array], cotangents: tuple[Array, Array]
-) -> tuple[Operands]:
-    operands, out, lse = residuals
-    (out, lse), cotangents = first_only(_ONCE, ((out, lse), cotangents))
-    grads = backward(plan, _first_only(operands), out, lse, *cotangents)
-    narrow = operands.kv.dtype
-    nothing: Any = None  # for all of an argument, integers here, that has no gradient
-    return (
-        dataclasses.replace(
-            operands,
-            q=grads.q,
-            kv=grads.kv.astype(narrow),
-            entries=grads.entries.astype(narrow),
-            sinks=grads.sinks,
-            visibility=nothing,
-            indices=nothing,
-            tainted=nothing,
-        ),
-    )
+    plan: Plan,
+    structure: Any,
+    residuals: tuple[list[Array], Array, Array],
+    cotangents: tuple[Array, Array],
+) -> tuple[list[Array | None]]:
+    (arrays, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
+    grads = backward(plan, jax.tree.unflatten(structure, arrays), out, lse, *cotangents)
+    kv, entries = grads.kv.astype(grads.q.dtype), grads.entries.astype(grads.q.dtype)
+    floats = [grads.q, kv, entries] if grads.sinks is None else [grads.q, kv, entries, grads.sinks]
+    return ([*floats, *[None] * (len(arrays) - len(floats))],)  # integers, which come last, have no gradient
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

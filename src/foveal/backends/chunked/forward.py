@@ -14,21 +14,17 @@ from foveal.backends.chunked.tiles import (
     Keys,
     Sources,
     Tile,
-    entry_block,
     entry_columns,
     entry_steps,
     gathered_columns,
     restored,
     selected_slots,
     stored,
-    tile_at,
-    tiles_of,
     window_columns,
 )
 from foveal.backends.operands import Operands, settled
 from foveal.backends.sinks import share_of_keys
-from foveal.geometry import Blocks
-from foveal.program import varying
+from foveal.geometry import Block, Blocks
 from foveal.typing import Array
 
 
@@ -47,51 +43,45 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
     operands = dataclasses.replace(operands, q=stored(plan, q))
 
-    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        tile = tile_at(plan, operands, i)
-        state = _attend(plan, operands, sources, tile)
+    def step(rows: Block, made: tuple[Array, Array]) -> tuple[Array, Array]:
+        tile = Tile.of(operands, rows)
+        state = _absorb(None, plan, tile.q, window_columns(plan, operands, sources, tile))
+        if plan.entries in ("stream", "gather"):
+            state = _absorb_entries(state, plan, operands, sources, tile)
         # A weight of one is among the keys of a query that sees any, unless infinity in the query left none.
         seen = state.total != 0.0  # true for NaN, which must show
         total = jnp.where(seen, state.total, 1.0)
         lse = state.peak + jnp.log(total)
         lost = ~seen | jnp.isnan(lse)
-        if operands.tainted is not None:
-            lost = lost | tile.take(operands.tainted)[..., None]
+        if tile.tainted is not None:
+            lost = lost | tile.tainted[..., None]
         share = share_of_keys(jnp.where(lost, 0.0, lse), operands.sinks)
-        out, lse = settled(state.values * (share / total)[..., None], lse, tile.is_padding[..., None], lost)
-        return tile.put(carry[0], out), tile.put(carry[1], lse)
+        out, lse = settled(state.values * (share / total)[..., None], lse, tile.padding[..., None], lost)
+        return tile.put(made, (out, lse))
 
     start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], plan.wide)
-    start = varying(start, q)
-    out, lse = jax.lax.fori_loop(jnp.int32(0), jnp.int32(tiles_of(plan, operands).count), step, start)
+    out, lse = Blocks(plan.query_block, q.shape[1]).fold(step, start, like=q, backwards=True)
     return restored(out), lse
 
 
-def _attend(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
-    q = tile.take(operands.q)
-    state = _absorb(None, plan, q, window_columns(plan, operands, sources, tile))
-    if plan.entries in ("none", "few"):
-        return state
-    steps = entry_steps(plan, tile)
-    selected = selected_slots(operands, tile, steps)
+def _absorb_entries(state: Softmax, plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
+    """The softmax with entries in it, block by block or, of a tile that gathers, query by query."""
+    slots, steps = operands.entries.shape[1], entry_steps(plan, tile)
+    selected = selected_slots(slots, tile, steps)
 
-    def absorb_block(i: Array, state: Softmax) -> Softmax:
-        block = entry_block(plan, operands, i)
-        return _absorb(state, plan, q, entry_columns(sources, tile, selected, block))
+    def streamed(block: Block, state: Softmax) -> Softmax:
+        return _absorb(state, plan, tile.q, entry_columns(sources, tile, selected, block))
 
-    state = jax.lax.fori_loop(steps.first, steps.end, absorb_block, state)
+    state = Blocks(plan.entry_block, slots).fold(streamed, state, bounds=steps.streamed)
     if plan.entries == "stream":
         return state
-    assert operands.indices is not None
-    slots = tile.take(operands.indices)
 
-    def absorb_gathered(i: Array, state: Softmax) -> Softmax:
-        part = Blocks(plan.gather_block, plan.query_block).at(i)
-        mine = jax.tree.map(part.take, state)
-        more = _absorb(mine, plan, part.take(q), gathered_columns(operands, part.take(slots)))
-        return jax.tree.map(part.put, state, more)
+    def gathered(part: Block, state: Softmax) -> Softmax:
+        mine, q, slots = part.take((state, tile.q, tile.slots))
+        assert slots is not None
+        return part.put(state, _absorb(mine, plan, q, gathered_columns(operands, slots)))
 
-    return jax.lax.fori_loop(0, steps.parts, absorb_gathered, state)
+    return Blocks(plan.gather_block, plan.query_block).fold(gathered, state, bounds=(0, steps.parts))
 
 
 def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> Softmax:
@@ -120,6 +110,13 @@ def dot_keys(plan: Plan, rows: Array, keys: Keys) -> Array:
     if keys.columns is not None:
         return contract(plan, rows, keys.columns, ((3,), (1,)), ((0,), (0,)))
     return contract(plan, rows, keys.rows, ((3,), (3,)), ((0, 1), (0, 1)))
+
+
+def onto_keys(plan: Plan, weights: Array, rows: Array, keys: Keys) -> Array:
+    """[B, T, H, N] and [B, T, H, D] -> the keys' shape, summed over who sees them."""
+    if keys.columns is not None:
+        return contract(plan, weights, rows, ((1, 2), (1, 2)), ((0,), (0,)))
+    return contract(plan, weights, rows, ((2,), (2,)), ((0, 1), (0, 1)))
 
 
 def combine(plan: Plan, weights: Array, keys: Keys) -> Array:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from foveal.backends.chunked.plan import Plan
 from foveal.backends.operands import Operands
-from foveal.geometry import Block, Blocks, TileRanges, membership
+from foveal.geometry import Block, TileRanges, membership
 from foveal.program import varying
 from foveal.typing import Array
+
+T = TypeVar("T")
 
 
 def stored(plan: Plan, array: Array) -> Array:
@@ -24,9 +26,9 @@ def stored(plan: Plan, array: Array) -> Array:
     return jax.lax.optimization_barrier(_as_bits(array))
 
 
-def restored(array: Array) -> Array:
-    """What was `stored`; no other array here holds 16-bit integers."""
-    return jax.lax.bitcast_convert_type(array, jnp.bfloat16) if array.dtype == jnp.uint16 else array
+def restored(arrays: T) -> T:
+    """What was `stored`, alone or in a pytree; no other array here holds 16-bit integers."""
+    return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a, arrays)
 
 
 def _as_bits(array: Array) -> Array:
@@ -62,58 +64,53 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: their rows.
+        fresh: bool [T], those that no other tile has.
         ranges: what they see.
+        padding: bool [B or 1, T], those that see nothing: every other one sees its own key.
+        q: [B, T, H, D].
+        slots: the slots that they selected, int32 [B, T, K], or None for all.
+        tainted: bool [B, T], or None: see `Operands`.
+        saved: their rows of what else the pass takes.
     """
 
     rows: Block
+    fresh: Array
     ranges: TileRanges
+    padding: Array
+    q: Array
+    slots: Array | None
+    tainted: Array | None
+    saved: tuple[Array, ...]
 
-    @property
-    def is_padding(self) -> Array:
-        """bool [B or 1, T]: queries that see nothing, since every other one sees its own key."""
-        return self.ranges.window_end <= self.ranges.window_first
+    @classmethod
+    def of(cls, operands: Operands, rows: Block, *saved: Array) -> Tile:
+        """The queries at some rows, whose arrays [B, S, ...] may be `stored`."""
+        ranges = operands.visibility.tile(rows.start, rows.size)
+        padding = ranges.window_end <= ranges.window_first
+        arrays = operands.q, operands.indices, operands.tainted, saved
+        return cls(rows, rows.fresh, ranges, padding, *restored(rows.take(arrays)))
 
-    def take(self, array: Array) -> Array:
-        """Its rows of [B, S, ...], `stored` or not."""
-        return restored(self.rows.take(array))
+    def put(self, arrays: T, rows: T) -> T:
+        """The arrays [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
 
-    def take_all(self, *arrays: Array) -> list[Array]:
-        """`take` of several."""
-        return [restored(rows) for rows in [self.rows.take(array) for array in arrays]]
+        def as_in(array: Array, rows: Array) -> Array:
+            return _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype)
 
-    def put(self, array: Array, rows: Array) -> Array:
-        """`array` [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
-        return self.rows.put(array, _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype))
+        return self.rows.put(arrays, jax.tree.map(as_in, arrays, rows))
 
 
 class Columns(NamedTuple):
     """Keys that a tile is scored with in one matmul, and who sees which.
 
     Attributes:
+        block: which raw keys, or which slots; of window columns the raw keys alone, None where gathered.
         keys: of [B, N, D], or of [B, T, N, D] where each query has its own.
         mask: bool [B or 1, T, N].
     """
 
+    block: Block | None
     keys: Keys
     mask: Array
-
-
-def tiles_of(plan: Plan, operands: Operands) -> Blocks:
-    """The tiles that cover the rows."""
-    return Blocks(plan.query_block, operands.q.shape[1])
-
-
-def tile_at(plan: Plan, operands: Operands, step: Array) -> Tile:
-    """The tile of a step. The last comes first, so that the rows it repeats are written again by their own tile."""
-    tiles = tiles_of(plan, operands)
-    rows = tiles.at(tiles.count - 1 - step)
-    return Tile(rows, operands.visibility.tile(rows.start, rows.size))
-
-
-def window_start(plan: Plan, operands: Operands, tile: Tile) -> Array:
-    """First raw key of the tile's window columns, which end with its last query's own."""
-    row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
-    return jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
 
 
 class Sources(NamedTuple):
@@ -124,43 +121,36 @@ class Sources(NamedTuple):
 
 
 def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Columns:
-    """The raw keys, followed by all entries where these are few."""
-    start = window_start(plan, operands, tile)
-    keys = sources.kv.slice(start, plan.window_columns)
-    mask = tile.ranges.sees_keys(start, plan.window_columns)
+    """The raw keys that end with the last query's own, followed by all entries where these are few."""
+    row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
+    start = jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
+    block, slots = Block(start, start, plan.window_columns), operands.entries.shape[1]
+    mask = tile.ranges.sees_keys(start, block.size)
     if plan.entries != "few":
-        return Columns(keys, mask)
-    slots = operands.entries.shape[1]
-    entries = sources.entries.slice(jnp.int32(0), slots)
+        return Columns(block, sources.kv.slice(start, block.size), mask)
+    entry_mask = tile.ranges.sees(0, slots)
+    if tile.slots is not None:
+        entry_mask = entry_mask & membership(tile.slots, slots)
+    keys, entries = sources.kv.slice(start, block.size), sources.entries.slice(jnp.int32(0), slots)
     assert keys.columns is not None
     assert entries.columns is not None
-    entry_mask = tile.ranges.sees(0, slots)
-    selected = selected_slots(operands, tile)
-    if selected is not None:
-        entry_mask = entry_mask & selected
     masks = jnp.broadcast_arrays(mask[..., :1], entry_mask[..., :1])[0].shape[0]
     both = [jnp.broadcast_to(m, (masks, *m.shape[1:])) for m in (mask, entry_mask)]
     together = Keys(
         jnp.concatenate([keys.rows, entries.rows], axis=1),
         jnp.concatenate([keys.columns, entries.columns], axis=2),
     )
-    return Columns(together, jnp.concatenate(both, axis=-1))
+    return Columns(block, together, jnp.concatenate(both, axis=-1))
 
 
-def entry_block(plan: Plan, operands: Operands, index: Array) -> Block:
-    """Slots that are streamed in one step."""
-    return Blocks(plan.entry_block, operands.entries.shape[1]).at(index)
-
-
-def selected_slots(operands: Operands, tile: Tile, steps: Steps | None = None) -> Array | None:
+def selected_slots(count: int, tile: Tile, steps: Steps) -> Array | None:
     """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
-    if operands.indices is None:
-        return None
-    slots, count = tile.take(operands.indices), operands.entries.shape[1]
-    if steps is None or isinstance(steps.parts, int):
-        return membership(slots, count)
+    slots = tile.slots
+    if slots is None or isinstance(steps.parts, int):
+        return None if slots is None else membership(slots, count)
     nothing = varying(jnp.zeros((*slots.shape[:2], count), bool), slots)
-    return jax.lax.cond(steps.end > steps.first, lambda: membership(slots, count), lambda: nothing)
+    first, end = steps.streamed
+    return jax.lax.cond(end > first, lambda: membership(slots, count), lambda: nothing)
 
 
 def entry_columns(sources: Sources, tile: Tile, selected: Array | None, block: Block) -> Columns:
@@ -169,14 +159,13 @@ def entry_columns(sources: Sources, tile: Tile, selected: Array | None, block: B
     mask = tile.ranges.sees(block.start, block.size) & block.fresh[None, None]
     if selected is not None:
         mask = mask & block.take(selected, axis=2)
-    return Columns(keys, mask)
+    return Columns(block, keys, mask)
 
 
 class Steps(NamedTuple):
     """How a tile goes over the entries: streaming blocks [first, end), then gathering so many parts of its queries."""
 
-    first: Array
-    end: Array
+    streamed: tuple[Array, Array]
     parts: Array | int
 
 
@@ -188,11 +177,11 @@ def entry_steps(plan: Plan, tile: Tile) -> Steps:
     """
     blocks = tile.ranges.slot_blocks(plan.entry_block)
     if plan.entries != "gather":
-        return Steps(*blocks, 0)
+        return Steps(blocks, 0)
     first, end = tile.ranges.slots
     gather = end - first > plan.stream_up_to
     parts = jnp.where(gather, plan.query_block // plan.gather_block, 0)
-    return Steps(blocks[0], jnp.where(gather, blocks[0], blocks[1]), parts)
+    return Steps((blocks[0], jnp.where(gather, blocks[0], blocks[1])), parts)
 
 
 def gathered_columns(operands: Operands, slots: Array) -> Columns:
@@ -200,4 +189,4 @@ def gathered_columns(operands: Operands, slots: Array) -> Columns:
     batch, size, count = slots.shape
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
     keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")
-    return Columns(Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)
+    return Columns(None, Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)

@@ -16,7 +16,7 @@ from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.extras import missing
 from foveal.geometry import Visibility
-from foveal.program import automatic_axes, platform
+from foveal.program import automatic_axes, planned, platform
 from foveal.schedule import KernelSchedule
 from foveal.typing import Array
 
@@ -82,7 +82,7 @@ class _SplashBackend(Backend):
 
         if operands.q.size == 0:
             return jnp.zeros_like(operands.q), jnp.zeros(operands.q.shape[:3], operands.accumulation_dtype)
-        visibility = operands.visibility
+        operands, visibility = dataclasses.replace(operands, q=planned(operands.q)), operands.visibility
         heads = operands.q.shape[2] // _devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
         call = Call(sizes, self.interpret)

@@ -43,10 +43,9 @@ class Dense(Backend):
         )
         out = out / total[..., None]
         lse = peak + jnp.log(total)
-        out = out * share_of_keys(lse, operands.sinks)[..., None]
         lost = broken if operands.tainted is None else broken | operands.tainted[:, :, None]
-        out, lse = settled(out, lse, padding, lost)
-        return out.astype(operands.q.dtype), lse
+        out = settled(out * share_of_keys(lse, operands.sinks)[..., None], padding[..., None], lost[..., None])
+        return out.astype(operands.q.dtype), settled(lse, padding, lost)
 
 
 def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> Array:

@@ -57,17 +57,15 @@ class Operands:
         return accumulation_dtype(self.q.dtype)
 
 
-def settled(out: Array, lse: Array, padding: Array, lost: Array) -> tuple[Array, Array]:
+def settled(array: Array, padding: Array, lost: Array) -> Array:
     """Results as every implementation must give them for queries that see nothing, or what is not finite.
 
     Args:
-        out: [..., D].
-        lse: [...], over the keys alone.
-        padding: bool, broadcasting to lse: queries that see nothing. Zeros, and a log-sum-exp of 0.
+        array: output or log-sum-exp.
+        padding: bool, broadcasting to it: queries that see nothing. Zeros.
         lost: bool, likewise: queries that see or hold what is not finite. NaN.
     """
-    lse = jnp.where(padding, 0.0, jnp.where(lost, jnp.nan, lse))
-    return jnp.where(padding[..., None], 0.0, jnp.where(lost[..., None], jnp.nan, out)), lse
+    return jnp.where(padding, 0.0, jnp.where(lost, jnp.nan, array))
 
 
 def silent(lse: Array, padding: Array) -> Array:

@@ -74,7 +74,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
     out, d_out = stored(plan, out), stored(plan, d_out)
 
     def step(rows: Block, grads: Gradients) -> Gradients:
-        tile = Tile.of(operands, rows, out, lse, d_out, d_lse)
+        tile = Tile.of(operands, rows, d_out, lse, d_lse, out)
         columns = window_columns(plan, operands, sources, tile)
         of_rows, mine = _rows(operands, tile)
         sums, grads = _window(plan, operands, tile, mine, columns, grads)
@@ -99,7 +99,7 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
 
 
 def _rows(operands: Operands, tile: Tile) -> tuple[RowGradients, _Rows]:
-    out, lse, d_out, d_lse = tile.saved
+    d_out, lse, d_lse, out = tile.saved
     quiet = silent(lse, tile.padding[..., None])
     inner = _row_sums(d_out.astype(lse.dtype) * out.astype(lse.dtype))
     sinks = None if operands.sinks is None else operands.sinks[None, None]

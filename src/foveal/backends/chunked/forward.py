@@ -55,9 +55,10 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         lost = ~seen | jnp.isnan(lse)
         if tile.tainted is not None:
             lost = lost | tile.tainted[..., None]
-        share = share_of_keys(jnp.where(lost, 0.0, lse), operands.sinks)
-        out, lse = settled(state.values * (share / total)[..., None], lse, tile.padding[..., None], lost)
-        return tile.put(made, (out, lse))
+        share, padding = share_of_keys(jnp.where(lost, 0.0, lse), operands.sinks), tile.padding[..., None]
+        out = state.values * (share / total)[..., None]
+        out = settled(out, padding[..., None], lost[..., None])
+        return tile.put(made, (out, settled(lse, padding, lost)))
 
     start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], plan.wide)
     out, lse = Blocks(plan.query_block, q.shape[1]).fold(step, start, like=q, backwards=True)

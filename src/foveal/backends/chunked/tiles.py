@@ -87,8 +87,10 @@ class Tile(NamedTuple):
         """The queries at some rows, whose arrays [B, S, ...] may be `stored`."""
         ranges = operands.visibility.tile(rows.start, rows.size)
         padding = ranges.window_end <= ranges.window_first
-        arrays = operands.q, operands.indices, operands.tainted, saved
-        return cls(rows, rows.fresh, ranges, padding, *restored(rows.take(arrays)))
+        fresh = rows.fresh
+        # In this order: with the queries first, XLA for CPUs takes 2 % longer for the backward pass in bfloat16.
+        saved, q, slots, tainted = restored(rows.take((saved, operands.q, operands.indices, operands.tainted)))
+        return cls(rows, fresh, ranges, padding, q, slots, tainted, saved)
 
     def put(self, arrays: T, rows: T) -> T:
         """The arrays [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""

@@ -150,9 +150,9 @@ def _forward_row(
         out, lse = kernel.forward(plan.call, masks.forward, operands)
         out, lse = out[:, : plan.layout.rows], lse[:, : plan.layout.rows]
         lost = row.tainted[None] | ~jnp.isfinite(q).all(axis=-1)
-        share = share_of_keys(lse.T[None], sinks)[0].T
-        out, lse = settled(out.astype(jnp.float32) * share[..., None], lse, row.padding[None], lost)
-        return carry, (out.astype(q.dtype), lse)
+        lse = settled(lse, row.padding[None], lost)
+        out = out.astype(jnp.float32) * share_of_keys(lse.T[None], sinks)[0].T[..., None]
+        return carry, (settled(out, row.padding[None, :, None], lost[..., None]).astype(q.dtype), lse)
 
     return _by_heads(group, None, together, q, sinks)[1]
 

@@ -19,7 +19,7 @@ _EMPTY, _PARTIAL, _FULL, _SEEN = "#ffffff", "#fcd9a6", "#12365f", "#3f83cc"
 
 def draw(path: str) -> None:
     """Draws the mask of a short row, its tiles coloured by what Splash makes of them."""
-    layout = KeyLayout.of(ROWS, ROWS // RATIO, BLOCK, BLOCK)
+    layout = KeyLayout.for_shapes(ROWS, ROWS // RATIO, BLOCK, BLOCK)
     mask = HCAStaticMask(layout, WINDOW, RATIO)
     info = static_mask_info(mask, BLOCK, BLOCK)
     states = np.zeros((layout.padded_rows // BLOCK, layout.columns // BLOCK), int)

@@ -55,7 +55,7 @@ class AttentionCache:
 
     lengths: Int32[Array, " B"]
     undoable: Int32[Array, " B"]
-    window: Float[Array, "B N D"]
+    window: Float[Array, "B P D"]
     compressor: CompressorState | None
     indexer: CompressorState | None
     capacity: int = dataclasses.field(metadata={"static": True})
@@ -158,7 +158,7 @@ class AttentionCache:
         return dataclasses.replace(self, lengths=self.lengths * keep, undoable=self.undoable * keep)
 
     @any_mesh(keep="self")
-    def reorder(self, order: Int[Array, " N"] | np.ndarray | Sequence[int]) -> AttentionCache:
+    def reorder(self, order: Int[Array, " rows"] | np.ndarray | Sequence[int]) -> AttentionCache:
         """The rows `order`, integers [N], in that order: left out, repeated (beam search) or moved.
 
         Raises:
@@ -311,7 +311,7 @@ def with_history(
     history: int,
     kv: Float[Array, "B T F"],
     gate: Float[Array, "B T F"],
-) -> tuple[Float[Array, "B N F"], Float[Array, "B N F"]]:
+) -> tuple[Float[Array, "B rows F"], Float[Array, "B rows F"]]:
     """Projected tokens with the last `history` earlier ones before them: values and gates, [B, history + T, F]."""
 
     def joined(ring: Array, new: Array) -> Array:
@@ -326,8 +326,8 @@ def extended_state(
     counts: Int32[Array, " B"],
     kv: Float[Array, "B T F"],
     gate: Float[Array, "B T F"],
-    slots: Int32[Array, "B N"],
-    entries: Float[Array, "B N D"],
+    slots: Int32[Array, "B windows"],
+    entries: Float[Array, "B windows D"],
 ) -> CompressorState:
     """The state with new tokens, and the entries of the windows that they complete, each in its slot.
 

@@ -72,7 +72,7 @@ class CacheStack:
         """`AttentionCache.reset` of every layer."""
         return CacheStack(tuple(cache.reset(rows) for cache in self.layers))
 
-    def reorder(self, order: Int[Array, " N"] | np.ndarray | Sequence[int]) -> CacheStack:
+    def reorder(self, order: Int[Array, " rows"] | np.ndarray | Sequence[int]) -> CacheStack:
         """`AttentionCache.reorder` of every layer."""
         return CacheStack(tuple(cache.reorder(order) for cache in self.layers))
 

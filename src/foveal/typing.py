@@ -3,10 +3,14 @@
 ====  =========================================================================
 B     batch
 S     rows of the sequence (tokens, padding included)
+T     some of them: a tile of queries, or the tokens that a cache is given
+N     raw keys: S, after the history of rows that continue a sequence
+M     all keys: N raw ones, then C entries
+P     rows of a ring in a decode cache
 E     model width (`hidden_size`)
 H     query heads
 D     head dim
-R     RoPE dims, the trailing ones of D
+R     RoPE dims, the trailing ones of D: R / 2 pairs
 C     entries, one slot each: S // m
 m     compress ratio: tokens per window, so per entry
 W     sliding window: raw keys a query sees, itself included
@@ -18,7 +22,8 @@ G     output groups
 L     latent width: `q_lora_rank` for queries, `o_lora_rank` for outputs
 ====  =========================================================================
 
-Annotations are jaxtyping's. They cost nothing at run time; the test suite checks them.
+Other sizes are spelled out ("documents", "windows"). Annotations are jaxtyping's. They cost nothing at run time; the
+test suite checks them.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveal.backends.chunked import Chunked
-from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.plan import ChunkedPlan
 from foveal.backends.operands import Operands
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
@@ -121,13 +121,13 @@ def attend_densely(args, visibility, indices, cotangents):
     return attend(args, Visibility(documents, W, visibility.compress_ratio), indices, cotangents, "dense")
 
 
-def plan_of(case: Case, visibility: Visibility, **overrides: int) -> Plan:
+def plan_of(case: Case, visibility: Visibility, **overrides: int) -> ChunkedPlan:
     (q, kv, entries, sinks), indices, _ = problem(case, 0)
     entries = kv[:, :0] if entries is None else entries
     arrays: dict[str, Any] = {"q": q, "kv": kv, "entries": entries, "sinks": sinks, "indices": indices}
     arrays = {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()}
     operands = Operands(**arrays, visibility=visibility, tainted=None, scale=D**-0.5, precision=None)
-    return Plan.of(operands, **overrides)
+    return ChunkedPlan.for_operands(operands, **overrides)
 
 
 def assert_same(actual, expected, dtype: Any = np.float32) -> None:
@@ -222,13 +222,13 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
     assert changed.query_block == min(sizes[0], case.length) != usual.query_block
     assert changed.entry_block == min(sizes[1], case.length // case.ratio)
 
-    rule, plans = Plan.of, []
+    rule, plans = ChunkedPlan.for_operands, []
 
-    def overridden(operands: Operands) -> Plan:
+    def overridden(operands: Operands) -> ChunkedPlan:
         plans.append(rule(operands, **overrides))
         return plans[-1]
 
-    monkeypatch.setattr(Plan, "of", overridden)
+    monkeypatch.setattr(ChunkedPlan, "for_operands", overridden)
     # Its own program: the module's has been compiled under the rule.
     run = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, "chunked"), compiler_options=UNOPTIMIZED)
     assert_same(run(args, packed(case, 4), indices, cotangents), expected)
@@ -239,13 +239,15 @@ def test_sizes_of_tiles_and_blocks_change_nothing(name, sizes, monkeypatch):
 @pytest.mark.parametrize("name", ["gathered", "gathered in some tiles"])
 def test_as_other_platforms_gather(name, monkeypatch):
     """A whole tile at a time, and nothing kept from being computed twice: what a CPU does not do by itself."""
-    case, rule = CASES[name], Plan.of
+    case, rule = CASES[name], ChunkedPlan.for_operands
     args, indices, cotangents = problem(case, 4)
     expected = attend(args, packed(case, 4), indices, cotangents, "chunked")
     usual = plan_of(case, packed(case, 4))
     assert (usual.gather_block, usual.shield) == (1, True)
     elsewhere = dataclasses.replace(usual, gather_block=usual.query_block, shield=False)
-    monkeypatch.setattr(Plan, "of", lambda request: dataclasses.replace(elsewhere, scale=rule(request).scale))
+    monkeypatch.setattr(
+        ChunkedPlan, "for_operands", lambda request: dataclasses.replace(elsewhere, scale=rule(request).scale)
+    )
     run = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, "chunked"), compiler_options=UNOPTIMIZED)
     assert_same(run(args, packed(case, 4), indices, cotangents), expected)
 

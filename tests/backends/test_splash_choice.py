@@ -211,7 +211,7 @@ def test_blocks_that_are_none_are_refused(changed, wanted, monkeypatch):
 @pytest.mark.parametrize(("length", "ratio"), [(1, 0), (4096, 128), (65536, 128), (131072, 128), (1 << 20, 128)])
 def test_the_table(length, ratio, heads, can_stack):
     slots = length // ratio if ratio else 0
-    blocks = SplashBlocks.of(length, slots, heads, sliding_window=128, can_stack=can_stack)
+    blocks = SplashBlocks.for_shapes(length, slots, heads, sliding_window=128, can_stack=can_stack)
     most = min(8, 1024 // blocks.q) if can_stack else 1
     assert blocks.stacked_heads == max(n for n in range(1, most + 1) if heads % n == 0)
     assert min(blocks.q_backward, blocks.kv_backward) >= 256
@@ -224,8 +224,8 @@ def test_the_table(length, ratio, heads, can_stack):
 def test_the_tables_tiles_fit_the_scalar_memory(length, can_stack):
     """Of 1 MiB; Splash needs 20 bytes for each tile that is not empty."""
     slots = length // 128
-    blocks = SplashBlocks.of(length, slots, 64, sliding_window=128, can_stack=can_stack)
-    layout = KeyLayout.of(length, slots, max(blocks.q, blocks.q_backward), max(blocks.kv, blocks.kv_backward))
+    blocks = SplashBlocks.for_shapes(length, slots, 64, sliding_window=128, can_stack=can_stack)
+    layout = KeyLayout.for_shapes(length, slots, max(blocks.q, blocks.q_backward), max(blocks.kv, blocks.kv_backward))
     mask = HCAStaticMask(layout, 128, 128 if slots else 0)
     for q, kv in ((blocks.q, blocks.kv), (blocks.q_backward, blocks.kv_backward)):
         assert 20 * np.asarray(static_mask_info(mask, q, kv).block_mask).size < 0.6 * (1 << 20)

@@ -21,7 +21,7 @@ RATIOS = st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 200])
 def mask_of(length: int, window: int, ratio: int, block_q: int, block_kv: int) -> HCAStaticMask:
     """In the layout that the backend uses."""
     slots = length // ratio if ratio else 0
-    return HCAStaticMask(KeyLayout.of(length, slots, block_q, block_kv), window, ratio)
+    return HCAStaticMask(KeyLayout.for_shapes(length, slots, block_q, block_kv), window, ratio)
 
 
 def padded(mask: HCAStaticMask, block_q: int, block_kv: int, rows: int, between: int, end: int) -> HCAStaticMask:
@@ -148,7 +148,7 @@ def assert_least_padding(layout: KeyLayout, block_q: int, block_kv: int) -> None
 @pytest.mark.parametrize(("rows", "ratio"), [(1, 128), (489, 128), (16000, 128), (489, 4), (16000, 0)])
 def test_every_padded_row_has_a_column(rows, ratio, blocks):
     slots = rows // ratio if ratio else 0
-    layout = KeyLayout.of(rows, slots, *blocks)
+    layout = KeyLayout.for_shapes(rows, slots, *blocks)
     assert (layout.rows, layout.slots) == (rows, slots)
     assert_least_padding(layout, *blocks)
     HCAStaticMask(layout, 128, ratio)  # accepts it
@@ -156,7 +156,7 @@ def test_every_padded_row_has_a_column(rows, ratio, blocks):
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers(1, 700), st.integers(1, 700))
 def test_padding_is_the_least_there_can_be(rows, slots, block_q, block_kv):
-    assert_least_padding(KeyLayout.of(rows, slots, block_q, block_kv), block_q, block_kv)
+    assert_least_padding(KeyLayout.for_shapes(rows, slots, block_q, block_kv), block_q, block_kv)
 
 
 # --------------------------------------------------------------------------------------------------------------- tiles

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from foveal.cli import compile as compile_command
 from foveal.cli import demo, verify
-from foveal.cli.checks import Agreement, LayerReport
+from foveal.cli.checks import Agreement, LayerCheck
 from foveal.cli.console import print_table, progress
 from foveal.cli.layer import DEMO_CONFIG, make_sample
 from foveal.cli.main import main
@@ -45,15 +45,13 @@ def verify_tables() -> list[Table]:
     spread = Range(-0.0123, 1.2345e-5)
     found = Statistics(24, 1234, ("BF16", "F8_E4M3"), False, (), (), spread, spread, spread)
     compared = {dtype: Comparison(1.2e-6, 3.4e-7, 88, 0.987, ()) for dtype in ("float32", "bfloat16")}
-    reports = [verify.LayerReport(layer, LayerType.CSA, (), found, compared) for layer in (0, 42)]
+    reports = [verify.LayerCheck(layer, LayerType.CSA, (), found, compared) for layer in (0, 42)]
     return [verify._weights_table(reports), verify._comparison_table(reports, "transformers 5.24.0")]
 
 
 def demo_table() -> Table:
     agreement = Agreement(1.2e-6, 3.4e-7, ())
-    reports = [
-        LayerReport(kind, 123.4, 1234.5, 16.25, 0, agreement, agreement, agreement, 1234.0) for kind in LayerType
-    ]
+    reports = [LayerCheck(kind, 123.4, 1234.5, 16.25, 0, agreement, agreement, agreement, 1234.0) for kind in LayerType]
     return demo._table(reports, make_sample([b"thirty-three tokens of plain text"], 64, DEMO_CONFIG, 0))
 
 

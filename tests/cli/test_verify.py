@@ -274,7 +274,7 @@ def test_each_layer_is_a_line_as_soon_as_it_was_looked_at(checkpoint, capsys, mo
     def look_at(found, layer, *_):
         seen.append(capsys.readouterr().out)
         failures = ("broken",) if layer == 1 else ()
-        return verify.LayerReport(layer, found.config.layer_type(layer), failures)
+        return verify.LayerCheck(layer, found.config.layer_type(layer), failures)
 
     monkeypatch.setattr(verify, "_look_at", look_at)
     assert main(["verify", str(checkpoint)]) == 1

@@ -141,14 +141,14 @@ def test_packed_rows_of_any_documents_match_float64(top_k, seed, longest):
 @pytest.mark.parametrize("top_k", [None, 5])
 def test_blocks_change_nothing(top_k, denominator, monkeypatch):
     """Of 7 queries and 5 entries, the last of which begin within those before."""
-    arrays, plan_of = problem(2), loss_module.Plan.of
+    arrays, plan_of = problem(2), loss_module.LossPlan.for_shapes
     run = functools.partial(loss_of, segment_ids=PACKED, top_k=top_k, denominator=denominator)
     (want, (want_count, _)), expected = jax.jit(jax.value_and_grad(run, has_aux=True))(arrays)
 
     def small(*args):
         return dataclasses.replace(plan_of(*args), queries=7, entries=5)
 
-    monkeypatch.setattr(loss_module.Plan, "of", small)
+    monkeypatch.setattr(loss_module.LossPlan, "for_shapes", small)
     (total, (count, _)), gradients = jax.jit(jax.value_and_grad(lambda a: run(a), has_aux=True))(arrays)
     np.testing.assert_allclose(total, want, rtol=1e-5)
     assert count == want_count

@@ -59,7 +59,7 @@ class Agreement(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerReport:
+class LayerCheck:
     """What the demo says of one layer.
 
     Attributes:
@@ -92,7 +92,7 @@ class LayerReport:
 
 def check_layer(
     sample: Sample, config: AttentionConfig, layer_type: LayerType, seed: int, advance: Callable[[str], None]
-) -> LayerReport:
+) -> LayerCheck:
     """Runs one layer and the three things it must agree with. `advance` is called before each of `STEPS_PER_LAYER`."""
     advance("packed")
     layer = make_layer(config, layer_type, seed)
@@ -125,7 +125,7 @@ def check_layer(
     reference = _compare(_only(few, packed), _only(few, expected), "packed vs reference")
 
     visibility = Visibility(documents, config.sliding_window, config.compress_ratio(layer_type))
-    return LayerReport(
+    return LayerCheck(
         layer_type=layer_type,
         window_keys=float(np.asarray(visibility.window_counts)[real].mean()),
         entries=float(np.asarray(visibility.entry_counts)[real].mean()) if visibility.compress_ratio else None,

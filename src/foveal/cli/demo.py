@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from foveal.cli.checks import LayerReport
+    from foveal.cli.checks import LayerCheck
     from foveal.cli.layer import Sample
     from foveal.cli.text import Pieces, Text
 
@@ -110,7 +110,7 @@ def _save(draw: Callable[[Path], None], path: Path) -> None:
         raise CliError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
-def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
+def _table(reports: Sequence[LayerCheck], sample: Sample) -> Table:
     """A column a layer."""
     from rich import box
     from rich.table import Table
@@ -146,7 +146,7 @@ def _table(reports: Sequence[LayerReport], sample: Sample) -> Table:
     return table
 
 
-def _verdict(console: Console, reports: Sequence[LayerReport], sample: Sample) -> int:
+def _verdict(console: Console, reports: Sequence[LayerCheck], sample: Sample) -> int:
     from foveal.cli.layer import DEMO_CONFIG
     from foveal.testing.numerics import tolerance
 

@@ -34,7 +34,7 @@ _SEEN = ("#fcd9a6", "#f6c6d6")
 _PADDING, _NOTHING, _LINE = "#c9c9c9", "#ffffff", "#333333"
 
 
-class _Row(NamedTuple):
+class _PictureRow(NamedTuple):
     """What the picture shows, of one row of S tokens; document numbers count from 0, -1 on padding."""
 
     texts: list[bytes]
@@ -67,7 +67,7 @@ def draw(paragraphs: Sequence[bytes], seed: int, path: Path) -> None:
     figure.savefig(path, format=form)
 
 
-def _row(paragraphs: Sequence[bytes], seed: int) -> _Row:
+def _row(paragraphs: Sequence[bytes], seed: int) -> _PictureRow:
     config = PICTURE_CONFIG
     texts: list[bytes] = []
     for paragraph in paragraphs:
@@ -80,7 +80,7 @@ def _row(paragraphs: Sequence[bytes], seed: int) -> _Row:
     sees = {kind: Visibility(documents, config.sliding_window, ratio) for kind, ratio in ratios.items()}
     slots, _ = selected_entries(make_layer(config, LayerType.CSA, seed), sample.packed.values, documents)
     csa_slots = np.arange(sees[LayerType.CSA].slots)
-    return _Row(
+    return _PictureRow(
         texts=texts,
         starts=[place.start for place in sample.packed.placements],
         document=sample.packed.segment_ids[0] - 1,
@@ -95,7 +95,7 @@ def _filled(documents: Documents, ratio: int) -> np.ndarray:
     return np.asarray(WindowLayout.of(documents, ratio).valid[0])
 
 
-def _fill(figure: Figure, row: _Row) -> None:
+def _fill(figure: Figure, row: _PictureRow) -> None:
     config = PICTURE_CONFIG
     raw, csa, hca = figure.subplots(1, 3, sharey=True, width_ratios=(1.0, 0.62, 0.34))
     size = len(row.document)
@@ -127,7 +127,7 @@ def _fill(figure: Figure, row: _Row) -> None:
     _legend(figure)
 
 
-def _colours(row: _Row, shown: np.ndarray, palette: Sequence[str], onto: np.ndarray | None = None) -> np.ndarray:
+def _colours(row: _PictureRow, shown: np.ndarray, palette: Sequence[str], onto: np.ndarray | None = None) -> np.ndarray:
     """float [S, N, 3]: where `shown` is True, its query's document's colour; grey rows for padding."""
     image = np.full((*shown.shape, 3), to_rgb(_NOTHING)) if onto is None else onto.copy()
     image[row.document < 0] = to_rgb(_PADDING)
@@ -151,7 +151,7 @@ def _mark_slots(axes: Axes, filled: np.ndarray, every: int) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _name_documents(axes: Axes, row: _Row) -> None:
+def _name_documents(axes: Axes, row: _PictureRow) -> None:
     """Each document's first words beside its part of the diagonal, on the side that has room."""
     for number, (start, text) in enumerate(zip(row.starts, row.texts, strict=True)):
         if len(text) < 4:  # thinner than its name is high

@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerReport:
+class VerifiedLayer:
     """What is found out about one layer.
 
     Attributes:
@@ -220,13 +220,13 @@ class _PeerError(Exception):
     """transformers does not take a layer; the message says why."""
 
 
-def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, tokens: int, seed: int) -> LayerReport:
+def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, tokens: int, seed: int) -> VerifiedLayer:
     from foveal.checkpoint.load import load_layer
     from foveal.cli.verify_layer import DTYPES, by_reference, compare, hidden_states, statistics, with_short_choice
 
     found = dataclasses.replace(found, config=with_short_choice(found.config, tokens))
     hidden = hidden_states(found.config, tokens, seed)
-    report = LayerReport(layer, found.config.layer_type(layer))
+    report = VerifiedLayer(layer, found.config.layer_type(layer))
     try:
         module = load_layer(found, layer, dtype="float32", precision="highest")
         report = dataclasses.replace(report, statistics=statistics(found, layer, module))
@@ -285,12 +285,12 @@ def _of(expected: int | None) -> str:
     return " (expected: not known)" if expected is None else f" of {expected:,} expected"
 
 
-def _step(report: LayerReport) -> str:
+def _step(report: VerifiedLayer) -> str:
     """A layer's verdict, while others are still to be looked at; why it disagrees comes last."""
     return f"layer {report.layer}, {short_name(report.layer_type)}: {'disagrees' if report.complaints else 'agrees'}"
 
 
-def _weights_table(reports: list[LayerReport]) -> Table:
+def _weights_table(reports: list[VerifiedLayer]) -> Table:
     from rich.table import Table
 
     table = Table("layer", "type", "tensors", "stored", "finite", "kernel rms", "norm rms", "sinks", title="weights")
@@ -309,7 +309,7 @@ def _weights_table(reports: list[LayerReport]) -> Table:
     return table
 
 
-def _comparison_table(reports: list[LayerReport], name: str) -> Table:
+def _comparison_table(reports: list[VerifiedLayer], name: str) -> Table:
     from rich.table import Table
 
     table = Table("layer", "dtype", "max |error|", "relative L2", "same entries", "agrees", title=f"beside {name}")

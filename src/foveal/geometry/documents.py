@@ -149,7 +149,7 @@ class Documents:
     @any_mesh(like="cu_seqlens", dims=1)
     def from_cu_seqlens(
         cls,
-        cu_seqlens: Int[Array, "*B N"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
+        cu_seqlens: Int[Array, "*B ends"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
         length: int,
         *,
         alignment: int = 1,
@@ -184,7 +184,7 @@ class Documents:
     @any_mesh(like="lengths", dims=1)
     def from_lengths(
         cls,
-        lengths: Int[Array, "*B N"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
+        lengths: Int[Array, "*B documents"] | np.ndarray | Sequence[int] | Sequence[Sequence[int]],
         length: int,
         *,
         alignment: int | None = None,

@@ -92,14 +92,14 @@ class PaddedRows(NamedTuple):
         lengths: int32 [N].
     """
 
-    values: Shaped[Array, "N T *F"]
-    lengths: Int32[Array, " N"]
+    values: Shaped[Array, "documents T *F"]
+    lengths: Int32[Array, " documents"]
 
 
 @any_mesh()
 def unpack(
     x: Shaped[Array, "S *F"] | np.ndarray,
-    cu_seqlens: Int[Array, " M"] | np.ndarray | Sequence[int],
+    cu_seqlens: Int[Array, " ends"] | np.ndarray | Sequence[int],
     *,
     max_length: int | None = None,
 ) -> PaddedRows:

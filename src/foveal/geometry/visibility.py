@@ -35,11 +35,11 @@ class TileRanges(NamedTuple):
         first, end = self.slots
         return first // size, -(-end // size)
 
-    def sees_keys(self, first_key: int | Int32[Array, ""], count: int) -> Bool[Array, "B T N"]:
+    def sees_keys(self, first_key: int | Int32[Array, ""], count: int) -> Bool[Array, "B T count"]:
         """bool [B, T, count] or [1, T, count]: whether each query sees raw keys [first_key, first_key + count)."""
         return _in_range(self[:2], count, first_key)
 
-    def sees(self, first_slot: int | Int32[Array, ""], count: int) -> Bool[Array, "B T N"]:
+    def sees(self, first_slot: int | Int32[Array, ""], count: int) -> Bool[Array, "B T count"]:
         """bool [B, T, count] or [1, T, count]: whether each query sees slots [first_slot, first_slot + count)."""
         return _in_range(self[2:], count, first_slot)
 

@@ -37,7 +37,7 @@ class GroupedLinear(nnx.Module):
         self.dtype, self.precision = numerics.dtype, numerics.precision
 
     @any_mesh(like="x", dims=3)
-    def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S M"]:
+    def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S latents"]:
         """[B, S, H, D] -> [B, S, G * L]."""
         x = as_array("x", x, "B S H D")
         return grouped_projection(x.astype(self.dtype), self.kernel[...], precision=self.precision)

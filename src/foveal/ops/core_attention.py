@@ -220,7 +220,7 @@ def _isolate_non_finite(operands: Operands) -> Operands:
     return dataclasses.replace(operands, kv=kv, entries=entries, tainted=tainted)
 
 
-def _any_in_range(flags: Bool[Array, "B N"], *bounds: Array) -> Bool[Array, "B S"]:
+def _any_in_range(flags: Bool[Array, "B columns"], *bounds: Array) -> Bool[Array, "B S"]:
     """Whether any flag in [first, end) is set, from running counts."""
     before = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     first, end = (jnp.take_along_axis(before, bound, axis=1) for bound in bounds)

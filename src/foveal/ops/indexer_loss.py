@@ -13,7 +13,7 @@ from foveal.backends.once import first_only, reverse_only
 from foveal.checks import as_array, as_choice, as_indices, as_precision, as_scale
 from foveal.geometry import Block, Blocks, Visibility, as_visibility
 from foveal.meshes import any_mesh
-from foveal.ops.indexer_pairs import LOWEST, Gathered, Plan, QueryBlock, Sources, Streamed, Student, Teacher
+from foveal.ops.indexer_pairs import LOWEST, Gathered, LossPlan, LossSources, QueryBlock, Streamed, Student, Teacher
 from foveal.program import planned
 from foveal.typing import Array, Float, Float32, Int, Precision
 
@@ -92,7 +92,7 @@ def indexer_loss(
     index_q = as_array("index_q", index_q, "B S I J", rows)
     index_weights = as_array("index_weights", index_weights, "B S I", index_q.shape[:3])
     index_keys = as_array("index_keys", index_keys, "B C J", (rows[0], slots, index_q.shape[3]))
-    teacher = Teacher.of(q, entries, lse, sinks, visibility)
+    teacher = Teacher.from_arguments(q, entries, lse, sinks, visibility)
     indices = None if indices is None else as_indices("indices", indices, rows)
     scale, precision = as_scale(scale, teacher.q.shape[3]), as_precision(precision)
     wide = jnp.float32
@@ -103,7 +103,7 @@ def indexer_loss(
         return IndexerLoss(jnp.zeros((), wide), jnp.zeros((), wide))
     if indices is not None:
         indices = visibility.seen_slots(indices)
-    plan = Plan.of(student, teacher, indices, scale, denominator, precision)
+    plan = LossPlan.for_shapes(student, teacher, indices, scale, denominator, precision)
     sums: Any = _loss(plan, reverse_only(_ONCE, student), teacher, visibility, indices)
     total, count = sums
     return IndexerLoss(total, jax.lax.stop_gradient(count))
@@ -114,19 +114,19 @@ _ONCE = "indexer_loss is once differentiable, in reverse mode"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(
-    plan: Plan, student: Student, teacher: Teacher, visibility: Visibility, indices: Array | None
+    plan: LossPlan, student: Student, teacher: Teacher, visibility: Visibility, indices: Array | None
 ) -> tuple[Array, Array]:
     return _over_blocks(plan, student, teacher, visibility, indices, gradients=False)[0]
 
 
 def _forward_rule(
-    plan: Plan, student: Student, teacher: Teacher, visibility: Visibility, indices: Array | None
+    plan: LossPlan, student: Student, teacher: Teacher, visibility: Visibility, indices: Array | None
 ) -> tuple[tuple[Array, Array], Any]:
     student, teacher = first_only(_ONCE, (student, teacher))
     return _over_blocks(plan, student, teacher, visibility, indices, gradients=True)
 
 
-def _backward_rule(plan: Plan, gradients: Student, cotangents: tuple[Array, Array]) -> Any:
+def _backward_rule(plan: LossPlan, gradients: Student, cotangents: tuple[Array, Array]) -> Any:
     del plan
     gradients, (d_total, _) = first_only(_ONCE, (gradients, cotangents))
     scaled = jax.tree.map(lambda g: (g.astype(jnp.float32) * d_total).astype(g.dtype), gradients)
@@ -137,7 +137,7 @@ def _backward_rule(plan: Plan, gradients: Student, cotangents: tuple[Array, Arra
 _loss.defvjp(_forward_rule, _backward_rule)
 
 
-class _Sums(NamedTuple):
+class _LossSums(NamedTuple):
     """What a loop over blocks of queries adds up and fills in."""
 
     total: Array
@@ -146,7 +146,7 @@ class _Sums(NamedTuple):
 
 
 def _over_blocks(
-    plan: Plan,
+    plan: LossPlan,
     student: Student,
     teacher: Teacher,
     visibility: Visibility,
@@ -157,12 +157,14 @@ def _over_blocks(
     """The sum and the count of `IndexerLoss`, and the gradients if they are asked for."""
     finite = jnp.isfinite(student.keys).all(axis=-1)
     # What is not seen must not matter, and 0 x NaN is NaN: such keys become zeros, and their scores NaN.
-    sources = Sources(jnp.where(finite[..., None], student.keys, 0.0), finite, teacher.entries)
+    sources = LossSources(jnp.where(finite[..., None], student.keys, 0.0), finite, teacher.entries)
 
-    def step(rows: Block, sums: _Sums) -> _Sums:
-        index_q, weights, q, whole, chosen = rows.take((student.q, student.weights, teacher.q, teacher.whole, indices))
+    def step(rows: Block, sums: _LossSums) -> _LossSums:
+        index_q, weights, q, denominator, chosen = rows.take(
+            (student.q, student.weights, teacher.q, teacher.log_denominator, indices)
+        )
         ranges = visibility.tile(rows.start, rows.size)
-        block = QueryBlock(index_q, weights.astype(jnp.float32), q, whole, ranges)
+        block = QueryBlock(index_q, weights.astype(jnp.float32), q, denominator, ranges)
         pairs = Streamed(plan, sources, block) if chosen is None else Gathered(plan, sources, block, chosen)
         divergences, d_scores = _divergence(*pairs.both())
         keep = rows.fresh[None] & divergences.any_entry
@@ -171,14 +173,14 @@ def _over_blocks(
         filled = sums.gradients
         if filled is not None:
             filled = _pulled(pairs, rows, divergences.any_entry, keep, d_scores, filled)
-        return _Sums(total, count, filled)
+        return _LossSums(total, count, filled)
 
     zero, empty = jnp.zeros((), jnp.float32), None
     if gradients:
         empty = student._replace(keys=student.keys.astype(jnp.float32))
         empty = jax.tree.map(jnp.zeros_like, empty)
     like = student, teacher, visibility, indices
-    sums = Blocks(plan.queries, student.q.shape[1]).fold(step, _Sums(zero, zero, empty), like=like)
+    sums = Blocks(plan.queries, student.q.shape[1]).fold(step, _LossSums(zero, zero, empty), like=like)
     filled = sums.gradients
     if filled is not None:
         filled = filled._replace(keys=filled.keys.astype(student.keys.dtype))
@@ -204,12 +206,12 @@ def _pulled(
     return Student(*rows.put((filled.q, filled.weights), fresh), d_keys)
 
 
-class _RowSums(NamedTuple):
+class _Divergences(NamedTuple):
     divergence: Array
     any_entry: Array
 
 
-def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Array]:
+def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_Divergences, Array]:
     """[B, T] divergences of softmax(scores) from softmax(logits), [B, T, N] each, and gradients of the scores."""
     some = able & (logits != LOWEST)  # of an infinite sink nothing remains to learn from
     any_entry = some.any(axis=-1)
@@ -224,4 +226,4 @@ def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_RowSums, Ar
     log_teacher, log_student = log_softmax(logits, some), log_softmax(scores, able)
     teacher, student = jnp.exp(log_teacher), jnp.exp(log_student)
     each = jnp.where(some, teacher * (log_teacher - log_student), 0.0)
-    return _RowSums(each.sum(axis=-1), any_entry), jnp.where(able, student - teacher, 0.0)
+    return _Divergences(each.sum(axis=-1), any_entry), jnp.where(able, student - teacher, 0.0)

@@ -34,10 +34,12 @@ class Teacher(NamedTuple):
 
     q: Array
     entries: Array
-    whole: Array
+    log_denominator: Array
 
     @classmethod
-    def of(cls, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility) -> Teacher:
+    def from_arguments(
+        cls, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility
+    ) -> Teacher:
         """Checks an op's arguments and makes a teacher of them, to which no gradient passes."""
         q = as_array("q", q, "B S H D", visibility.documents.shape)
         batch, _, heads, dim = q.shape
@@ -48,7 +50,7 @@ class Teacher(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LossPlan:
     """What is static; `queries` and `entries` of a block."""
 
     queries: int
@@ -58,9 +60,9 @@ class Plan:
     precision: Precision
 
     @classmethod
-    def of(
+    def for_shapes(
         cls, student: Student, teacher: Teacher, indices: Array | None, scale: float, denominator: str, precision: Any
-    ) -> Plan:
+    ) -> LossPlan:
         """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
         batch, length, heads, dim = teacher.q.shape
         slots = student.keys.shape[1]
@@ -76,7 +78,7 @@ class Plan:
         return cls(queries, min(entries, slots), scale, denominator == "entries", precision)
 
 
-class Sources(NamedTuple):
+class LossSources(NamedTuple):
     """Index keys [B, C, J], which of them were finite [B, C], and entries [B, C, D]."""
 
     keys: Array
@@ -90,7 +92,7 @@ class QueryBlock(NamedTuple):
     index_q: Array
     weights: Array
     q: Array
-    whole: Array
+    log_denominator: Array
     ranges: TileRanges
 
 
@@ -108,13 +110,13 @@ def log_denominator(lse: Array, sinks: Array | None) -> Array:
     return lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, None])
 
 
-def heads_logits(logits: Array, whole: Array) -> Array:
-    """log sum_h exp(logits - whole), [B, T, N] of [B, T, H, N] and [B, T, H].
+def heads_logits(logits: Array, denominator: Array) -> Array:
+    """log sum_h exp(logits - denominator), [B, T, N] of [B, T, H, N] and [B, T, H].
 
     None of a head with nothing to share, one whose sink is infinite; `LOWEST` where no head has anything.
     """
-    shares = jnp.where(jnp.isfinite(whole)[..., None], logits - whole[..., None], LOWEST)
-    shares = jnp.where(jnp.isnan(whole)[..., None], jnp.nan, shares)
+    shares = jnp.where(jnp.isfinite(denominator)[..., None], logits - denominator[..., None], LOWEST)
+    shares = jnp.where(jnp.isnan(denominator)[..., None], jnp.nan, shares)
     return log_sum_exp(shares, axis=2)
 
 
@@ -131,8 +133,8 @@ def log_sum_exp(logits: Array, *, axis: int) -> Array:
 class Streamed:
     """All entries that a block of queries sees, some at a time."""
 
-    plan: Plan
-    sources: Sources
+    plan: LossPlan
+    sources: LossSources
     block: QueryBlock
 
     def _fold(self, step: Callable[[Block, T], T], start: T) -> T:
@@ -158,13 +160,13 @@ class Streamed:
         """Scores and the teacher's logits float32 [B, T, C], and which are seen."""
         batch, queries = self.block.index_q.shape[:2]
         slots = self.sources.keys.shape[1]
-        whole = self._own_denominators() if self.plan.own_denominator else self.block.whole
+        denominator = self._own_denominators() if self.plan.own_denominator else self.block.log_denominator
 
         def step(columns: Block, both: tuple[Array, Array]) -> tuple[Array, Array]:
             dots, _ = self._dots(columns)
             scores = jnp.sum(relu(dots) * self.block.weights[..., None], axis=2)
             scores = jnp.where(columns.take(self.sources.finite)[:, None], scores, jnp.nan)
-            logits = heads_logits(self._logits(columns), whole)
+            logits = heads_logits(self._logits(columns), denominator)
             return columns.put(both, (scores, logits), axis=2)
 
         empty = jnp.full((batch, queries, slots), LOWEST, jnp.float32)
@@ -208,8 +210,8 @@ class Streamed:
 class Gathered:
     """The entries that each query selected."""
 
-    plan: Plan
-    sources: Sources
+    plan: LossPlan
+    sources: LossSources
     block: QueryBlock
     indices: Array
 
@@ -231,11 +233,11 @@ class Gathered:
         scores = jnp.where(finite, scores, jnp.nan)
         entries = self._gather(self.sources.entries)
         logits = _matmul("bthd,btkd->bthk", self.block.q, entries, self.plan) * self.plan.scale
-        whole = self.block.whole
+        denominator = self.block.log_denominator
         if self.plan.own_denominator:
-            whole = log_sum_exp(jnp.where(able[:, :, None], logits, LOWEST), axis=-1)
-            whole = jnp.where(whole == LOWEST, 0.0, whole)
-        return scores, heads_logits(logits, whole), able
+            denominator = log_sum_exp(jnp.where(able[:, :, None], logits, LOWEST), axis=-1)
+            denominator = jnp.where(denominator == LOWEST, 0.0, denominator)
+        return scores, heads_logits(logits, denominator), able
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
         """As `Streamed.pull`."""
@@ -249,7 +251,7 @@ class Gathered:
 
 
 def _pull_dots(
-    plan: Plan, block: QueryBlock, dots: Array, d_scores: Array, spelling: str, keys: Array
+    plan: LossPlan, block: QueryBlock, dots: Array, d_scores: Array, spelling: str, keys: Array
 ) -> tuple[Array, Array, Any]:
     """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores.
 
@@ -263,5 +265,5 @@ def _pull_dots(
     return _matmul(spelling, d_dots(d_scores), keys, plan), d_weights, d_dots
 
 
-def _matmul(spelling: str, a: Array, b: Array, plan: Plan) -> Array:
+def _matmul(spelling: str, a: Array, b: Array, plan: LossPlan) -> Array:
     return jnp.einsum(spelling, a, b, precision=plan.precision, preferred_element_type=jnp.float32)

@@ -78,7 +78,7 @@ def indexer_recall(
         ValueError: arguments that do not fit each other.
     """
     visibility = as_visibility(visibility)
-    q, entries, whole = Teacher.of(q, entries, lse, sinks, visibility)
+    q, entries, denominator = Teacher.from_arguments(q, entries, lse, sinks, visibility)
     indices = as_indices("indices", indices, visibility.documents.shape)
     scale, precision = as_scale(scale, q.shape[3]), as_precision(precision)
     batch, length, heads, _ = q.shape
@@ -90,10 +90,10 @@ def indexer_recall(
     q, blocks = planned(q), Blocks(min(per_row(_ELEMENTS // (heads * slots), batch, 1), length), length)
 
     def step(rows: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        q_at, whole_at, chosen_at = rows.take((q, whole, indices))
+        q_at, denominator_at, chosen_at = rows.take((q, denominator, indices))
         ranges = visibility.tile(rows.start, rows.size)
         logits = jnp.einsum("bthd,bcd->bthc", q_at, entries, precision=precision, preferred_element_type=jnp.float32)
-        ranks = rank(heads_logits(logits * scale, whole_at), ranges.sees(0, slots))
+        ranks = rank(heads_logits(logits * scale, denominator_at), ranges.sees(0, slots))
         best = best_of(ranks, chosen, cpu=platform() == "cpu")
         both = jnp.take_along_axis(membership(chosen_at, slots), jnp.maximum(best, 0), axis=2) & (best >= 0)
         choice = rows.fresh[None] & (ranges.entry_end - ranges.entry_first > chosen)
@@ -101,4 +101,4 @@ def indexer_recall(
         count = jnp.sum(jnp.where(choice, (best >= 0).sum(axis=-1), 0), dtype=jnp.float32)
         return sums[0] + found, sums[1] + count
 
-    return IndexerRecall(*blocks.fold(step, (zero, zero), like=(q, entries, whole, indices, visibility)))
+    return IndexerRecall(*blocks.fold(step, (zero, zero), like=(q, entries, denominator, indices, visibility)))

@@ -85,22 +85,22 @@ def best_entries(
     chosen = min(top_k, slots)
     if chosen == 0 or batch * length == 0:
         return jnp.zeros((batch, length, chosen), jnp.int32)
-    plan = _Plan.of(batch, length, heads, slots, chosen, block_size, precision)
+    plan = _SelectionPlan.for_shapes(batch, length, heads, slots, chosen, block_size, precision)
     q, weights, keys = jax.lax.stop_gradient((planned(q), weights, keys))
     weights = weights.astype(jnp.float32)
     if plan.at_once:
-        return best_of(_ranks(plan, _Block(q, weights, keys, visibility.tile(0, length))), chosen, cpu=plan.cpu)
+        return best_of(_ranks(plan, _ScoredBlock(q, weights, keys, visibility.tile(0, length))), chosen, cpu=plan.cpu)
     index = _Index(q, weights, jnp.swapaxes(keys, 1, 2), _largest(keys), visibility)
 
     def step(rows: Block, out: Array) -> Array:
-        return rows.put(out, _block(plan, index.at(rows), index.largest))
+        return rows.put(out, _select_block(plan, index.at(rows), index.largest))
 
     start = jnp.zeros((batch, length, chosen), jnp.int32)
     return Blocks(plan.queries, length).fold(step, start, like=(q, weights, keys, visibility))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _SelectionPlan:
     """What is static: queries and entries of a block, K, whether a CPU computes.
 
     `at_once`: one block has all queries, a few tokens that are decoded, say. Each key is then looked at once, to be
@@ -115,7 +115,7 @@ class _Plan:
     cpu: bool
 
     @classmethod
-    def of(
+    def for_shapes(
         cls,
         batch: Size,
         length: int,
@@ -124,7 +124,7 @@ class _Plan:
         chosen: int,
         block_size: int | None,
         precision: Precision,
-    ) -> _Plan:
+    ) -> _SelectionPlan:
         """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
         cpu = platform() == "cpu"
         # Rows of the matmul are queries times heads; a row of ranks has all entries.
@@ -144,13 +144,13 @@ class _Index(NamedTuple):
     largest: Array
     visibility: Visibility
 
-    def at(self, rows: Block) -> _Block:
+    def at(self, rows: Block) -> _ScoredBlock:
         """The queries at some rows of all batch rows."""
         ranges = self.visibility.tile(rows.start, rows.size)
-        return _Block(*rows.take((self.q, self.weights)), self.keys, ranges)
+        return _ScoredBlock(*rows.take((self.q, self.weights)), self.keys, ranges)
 
 
-class _Block(NamedTuple):
+class _ScoredBlock(NamedTuple):
     """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C] or, `at_once`, [B, C, J]; what they see."""
 
     q: Array
@@ -159,7 +159,7 @@ class _Block(NamedTuple):
     ranges: TileRanges
 
 
-def _block(plan: _Plan, block: _Block, largest_key: Array) -> Array:
+def _select_block(plan: _SelectionPlan, block: _ScoredBlock, largest_key: Array) -> Array:
     """int32 [B, T, K]: the chosen slots."""
     batch, queries, heads, dim = block.q.shape
     # Without overflow and NaN no score is NaN, and what is seen is chosen where there is no choice.
@@ -167,12 +167,12 @@ def _block(plan: _Plan, block: _Block, largest_key: Array) -> Array:
     first, end = block.ranges.entry_first, block.ranges.entry_end
     no_choice = ((end - first).max() <= plan.chosen) & (largest < _LARGEST)
 
-    def all_seen(block: _Block) -> Array:
+    def all_seen(block: _ScoredBlock) -> Array:
         slot = block.ranges.entry_first[..., None] + jnp.arange(plan.chosen, dtype=jnp.int32)[None, None]
         seen = jnp.where(slot < block.ranges.entry_end[..., None], slot, -1)
         return varying(jnp.broadcast_to(seen, (batch, queries, plan.chosen)), block)
 
-    def best(block: _Block) -> Array:
+    def best(block: _ScoredBlock) -> Array:
         return best_of(_ranks(plan, block), plan.chosen, cpu=plan.cpu)
 
     return jax.lax.cond(no_choice, all_seen, best, block)
@@ -182,7 +182,7 @@ _NEVER = np.iinfo(np.int32).min
 """The rank of what must not be chosen."""
 
 
-def _ranks(plan: _Plan, block: _Block) -> Array:
+def _ranks(plan: _SelectionPlan, block: _ScoredBlock) -> Array:
     """int32 [B, T, C], in the order of the scores."""
     batch, queries, heads = block.q.shape[:3]
     axis, product = (1, "btij,bcj->btic") if plan.at_once else (2, "btij,bjc->btic")

@@ -11,8 +11,8 @@ from foveal.typing import Array, Float, Precision
 
 @any_mesh(like="x", dims=3)
 def grouped_projection(
-    x: Float[Array, "B S H D"], kernel: Float[Array, "G N L"], *, precision: Precision = None
-) -> Float[Array, "B S M"]:
+    x: Float[Array, "B S H D"], kernel: Float[Array, "G width L"], *, precision: Precision = None
+) -> Float[Array, "B S latents"]:
     """Projects G contiguous groups of heads, each by its own matrix, and lays the results side by side.
 
     Heads stay in order; group g holds heads g H/G ... (g + 1) H/G - 1, flattened to N = (H / G) D. No bias, no norm
@@ -30,7 +30,7 @@ def grouped_projection(
     Raises:
         ValueError: H is not a multiple of G, or the kernel's second axis is not (H / G) D.
     """
-    x, kernel = as_array("x", x, "B S H D"), as_array("kernel", kernel, "G N L")
+    x, kernel = as_array("x", x, "B S H D"), as_array("kernel", kernel, "G width L")
     precision = as_precision(precision)
     heads, dim = x.shape[2:]
     groups, width, _ = kernel.shape

@@ -23,8 +23,8 @@ from foveal.typing import Array, Float, Float32, Int, Int32
 class RopeTable(NamedTuple):
     """Cosines and sines of the angles of some positions, one a pair of dims: float32 [B, T, R / 2] each."""
 
-    cos: Float32[Array, "B T P"]
-    sin: Float32[Array, "B T P"]
+    cos: Float32[Array, "B T pairs"]
+    sin: Float32[Array, "B T pairs"]
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
@@ -129,8 +129,8 @@ def rotate(x: Array, table: RopeTable, *, inverse: bool = False) -> Array:
 def _as_table(table: object) -> RopeTable:
     if not (isinstance(table, tuple) and len(table) == 2):
         raise ValueError(f"table: expected a RopeTable, got {described(table)}")
-    cos = as_array("table.cos", table[0], "B T P")
-    return RopeTable(cos, as_array("table.sin", table[1], "B T P", cos.shape))
+    cos = as_array("table.cos", table[0], "B T R/2")
+    return RopeTable(cos, as_array("table.sin", table[1], "B T R/2", cos.shape))
 
 
 def _rotated(x: Array, cos: Array, sin: Array, *, inverse: bool) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from foveal.backends.chunked.backward import backward
 from foveal.backends.chunked.forward import forward
-from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.plan import ChunkedPlan
 from foveal.backends.once import first_only, reverse_only
 from foveal.backends.operands import Backend, Operands
 from foveal.program import planned, row_major, varying
@@ -36,7 +36,7 @@ class Chunked(Backend):
         if q.size == 0:
             return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], operands.accumulation_dtype)
         arrays, structure = jax.tree.flatten(operands)
-        plan = Plan.of(operands)
+        plan = ChunkedPlan.for_operands(operands)
         # Tiles are whole rows, and the backward pass takes the same queries again.
         arrays[0] = row_major(planned(q))
         # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
@@ -45,19 +45,19 @@ class Chunked(Backend):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(plan: Plan, structure: Any, arrays: list[Array]) -> tuple[Array, Array]:
+def _attention(plan: ChunkedPlan, structure: Any, arrays: list[Array]) -> tuple[Array, Array]:
     return forward(plan, jax.tree.unflatten(structure, arrays))
 
 
 def _forward_rule(
-    plan: Plan, structure: Any, arrays: list[Array]
+    plan: ChunkedPlan, structure: Any, arrays: list[Array]
 ) -> tuple[tuple[Array, Array], tuple[list[Array], Array, Array]]:
     out, lse = forward(plan, jax.tree.unflatten(structure, first_only(_ONCE, arrays)))
     return (out, lse), (arrays, out, lse)
 
 
 def _backward_rule(
-    plan: Plan,
+    plan: ChunkedPlan,
     structure: Any,
     residuals: tuple[list[Array], Array, Array],
     cotangents: tuple[Array, Array],

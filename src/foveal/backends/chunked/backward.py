@@ -10,18 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from foveal.backends.chunked.forward import combine, contract, dot_keys, onto_keys
-from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.plan import ChunkedPlan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Sources,
+    KeySources,
     Tile,
     entry_columns,
     entry_steps,
     gathered_columns,
-    restored,
     selected_slots,
-    stored,
     window_columns,
 )
 from foveal.backends.operands import Operands, silent
@@ -42,7 +40,7 @@ class Gradients(NamedTuple):
     sinks: Array | None
 
 
-class _Rows(NamedTuple):
+class _RowTerms(NamedTuple):
     """A tile's part of what the gradient of a logit takes: see `RowGradients`."""
 
     q: Array
@@ -52,7 +50,7 @@ class _Rows(NamedTuple):
     offset: Array
 
 
-class _Sums(NamedTuple):
+class _TileSums(NamedTuple):
     """Sums of a tile over its columns.
 
     Attributes:
@@ -65,16 +63,16 @@ class _Sums(NamedTuple):
     inner: Array | None
 
 
-def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
+def backward(plan: ChunkedPlan, operands: Operands, out: Array, lse: Array, d_out: Array, d_lse: Array) -> Gradients:
     """Gradients of q, kv, entries and sinks."""
     wide = lse.dtype
-    sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
+    sources = KeySources(Keys.from_rows(plan, operands.kv), Keys.from_rows(plan, operands.entries))
     q, kv, entries, sinks = operands.q, operands.kv, operands.entries, operands.sinks
-    operands = dataclasses.replace(operands, q=stored(plan, q))
-    out, d_out = stored(plan, out), stored(plan, d_out)
+    operands = dataclasses.replace(operands, q=as_uint16(plan, q))
+    out, d_out = as_uint16(plan, out), as_uint16(plan, d_out)
 
     def step(rows: Block, grads: Gradients) -> Gradients:
-        tile = Tile.of(operands, rows, d_out, lse, d_lse, out)
+        tile = Tile.at(operands, rows, d_out, lse, d_lse, out)
         columns = window_columns(plan, operands, sources, tile)
         of_rows, mine = _rows(operands, tile)
         sums, grads = _window(plan, operands, tile, mine, columns, grads)
@@ -88,17 +86,17 @@ def backward(plan: Plan, operands: Operands, out: Array, lse: Array, d_out: Arra
         return grads._replace(q=tile.put(grads.q, sums.q))
 
     start = Gradients(
-        stored(plan, jax.lax.empty(q.shape, q.dtype)),
+        as_uint16(plan, jax.lax.empty(q.shape, q.dtype)),
         jnp.zeros(kv.shape, wide),
         jnp.zeros(entries.shape, wide),
         None if sinks is None else jnp.zeros(sinks.shape, wide),
     )
     tiles = Blocks(plan.query_block, q.shape[1])
     grads = tiles.fold(step, start, like=(q, d_out, d_lse), backwards=True)
-    return grads._replace(q=restored(grads.q))
+    return grads._replace(q=as_bfloat16(grads.q))
 
 
-def _rows(operands: Operands, tile: Tile) -> tuple[RowGradients, _Rows]:
+def _rows(operands: Operands, tile: Tile) -> tuple[RowGradients, _RowTerms]:
     d_out, lse, d_lse, out = tile.saved
     quiet = silent(lse, tile.padding[..., None])
     inner = _row_sums(d_out.astype(lse.dtype) * out.astype(lse.dtype))
@@ -106,7 +104,7 @@ def _rows(operands: Operands, tile: Tile) -> tuple[RowGradients, _Rows]:
     of_rows = row_gradients(inner, lse, d_lse, sinks, quiet)
     q = jnp.where(jnp.isfinite(tile.q), tile.q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
     d_out = jnp.where(quiet[..., None], 0.0, d_out)
-    return of_rows, _Rows(q, d_out, of_rows.share, of_rows.lse, of_rows.offset)
+    return of_rows, _RowTerms(q, d_out, of_rows.share, of_rows.lse, of_rows.offset)
 
 
 def _row_sums(array: Array) -> Array:
@@ -116,8 +114,8 @@ def _row_sums(array: Array) -> Array:
 
 
 def _window(
-    plan: Plan, operands: Operands, tile: Tile, rows: _Rows, columns: Columns, grads: Gradients
-) -> tuple[_Sums, Gradients]:
+    plan: ChunkedPlan, operands: Operands, tile: Tile, rows: _RowTerms, columns: Columns, grads: Gradients
+) -> tuple[_TileSums, Gradients]:
     exact = operands.sinks is not None and rows.q.dtype != rows.lse.dtype
     sums, d_keys = _columns(plan, tile, rows, columns, exact=exact)
     block, size = columns.block, plan.window_columns
@@ -128,16 +126,18 @@ def _window(
     return sums, grads
 
 
-Both = tuple[_Sums, Array]
+_Totals = tuple[_TileSums, Array]
 """A tile's sums so far, and the gradient of all entries, [B, C, D]."""
 
 
-def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows: _Rows, both: Both) -> Both:
+def _entries(
+    plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile, rows: _RowTerms, both: _Totals
+) -> _Totals:
     """`both` with what entries add, block by block or, of a tile that gathers, query by query."""
     slots, steps = operands.entries.shape[1], entry_steps(plan, tile)
     selected = selected_slots(slots, tile, steps)
 
-    def streamed(block: Block, both: Both) -> Both:
+    def streamed(block: Block, both: _Totals) -> _Totals:
         columns = entry_columns(sources, tile, selected, block)
         more, d_keys = _columns(plan, tile, rows, columns, exact=both[0].inner is not None)
         return jax.tree.map(jnp.add, both[0], more), block.add(both[1], d_keys)
@@ -146,13 +146,15 @@ def _entries(plan: Plan, operands: Operands, sources: Sources, tile: Tile, rows:
     if plan.entries != "gather":
         return both
 
-    def gathered(part: Block, both: Both) -> Both:
+    def gathered(part: Block, both: _Totals) -> _Totals:
         return _gathered(plan, operands, tile, rows, part, both)
 
     return Blocks(plan.gather_block, plan.query_block).fold(gathered, both, bounds=(0, steps.parts))
 
 
-def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, part: Block, both: Both) -> Both:
+def _gathered(
+    plan: ChunkedPlan, operands: Operands, tile: Tile, rows: _RowTerms, part: Block, both: _Totals
+) -> _Totals:
     """`both` with what some queries' selected entries add."""
     (sums, d_entries), fresh = both, part.take(tile.fresh, axis=0)
     mine, slots = part.take((rows, tile.slots))
@@ -167,7 +169,9 @@ def _gathered(plan: Plan, operands: Operands, tile: Tile, rows: _Rows, part: Blo
     return part.put(sums, jax.tree.map(jnp.add, part.take(sums), more)), d_entries
 
 
-def _own_columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bool) -> tuple[_Sums, Array]:
+def _own_columns(
+    plan: ChunkedPlan, tile: Tile, rows: _RowTerms, columns: Columns, *, exact: bool
+) -> tuple[_TileSums, Array]:
     """As `_columns`, of columns that each query has for itself.
 
     q and d_out are stacked, as are the gradients of the scores and the weights: in one matmul instead of two, since
@@ -186,11 +190,13 @@ def _own_columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact
     scores, products = _once(plan, tile, weights, stacked)
     d_q = contract(plan, scores[:, :, 0], keys, ((3,), (2,)), ((0, 1), (0, 1)))
     d_keys = contract(plan, scores, stacked_rows, ((2, 3), (2, 3)), ((0, 1), (0, 1)))
-    return _Sums(d_q, _row_sums(products) if exact else None), d_keys
+    return _TileSums(d_q, _row_sums(products) if exact else None), d_keys
 
 
-def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bool) -> tuple[_Sums, Array]:
-    """The addends of some columns to a tile's sums, with or without `_Sums.inner`, and the gradient of their keys."""
+def _columns(
+    plan: ChunkedPlan, tile: Tile, rows: _RowTerms, columns: Columns, *, exact: bool
+) -> tuple[_TileSums, Array]:
+    """What some columns add to a tile's sums (`inner` only if `exact`), and the gradient of their keys."""
     mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
     dots, d_weights = dot_keys(plan, rows.q, columns.keys), dot_keys(plan, rows.d_out, columns.keys)
     weights, narrow = _weights(plan, rows, mask, dots), rows.q.dtype
@@ -202,16 +208,18 @@ def _columns(plan: Plan, tile: Tile, rows: _Rows, columns: Columns, *, exact: bo
     d_scores, inner = _once(plan, tile, weights, score_gradients)
     of_keys = (weights * rows.share[..., None]).astype(narrow)
     d_keys = onto_keys(plan, d_scores, rows.q, columns.keys) + onto_keys(plan, of_keys, rows.d_out, columns.keys)
-    return _Sums(combine(plan, d_scores, columns.keys), inner), d_keys
+    return _TileSums(combine(plan, d_scores, columns.keys), inner), d_keys
 
 
-def _weights(plan: Plan, rows: _Rows, mask: Array, dots: Array) -> Array:
+def _weights(plan: ChunkedPlan, rows: _RowTerms, mask: Array, dots: Array) -> Array:
     """exp(logit - lse), [B, T, H, N]; 0 where not seen."""
     logits = dots * plan.scale - rows.lse[..., None]
     return jnp.exp(jnp.where(mask, logits, plan.lowest))
 
 
-def _score_gradients(plan: Plan, rows: _Rows, mask: Array, weights: Array, d_weights: Array) -> tuple[Array, Array]:
+def _score_gradients(
+    plan: ChunkedPlan, rows: _RowTerms, mask: Array, weights: Array, d_weights: Array
+) -> tuple[Array, Array]:
     """Gradients of the dots of q, and p_j d_out . k_j, from weights p_j and dots of d_out: [B, T, H, N] each."""
     # Of a key that is not seen the product may be infinite: its weight is zero, but 0 * inf is not.
     of_seen = jnp.where(mask, d_weights, 0.0)
@@ -219,8 +227,8 @@ def _score_gradients(plan: Plan, rows: _Rows, mask: Array, weights: Array, d_wei
     return d_scores, weights * of_seen
 
 
-def _once(plan: Plan, tile: Tile, like: Array, compute: Callable[[], T]) -> T:
-    """What `compute` returns, which XLA must not compute again for every use: see `Plan.shield`.
+def _once(plan: ChunkedPlan, tile: Tile, like: Array, compute: Callable[[], T]) -> T:
+    """What `compute` returns, which XLA must not compute again for every use: see `ChunkedPlan.shield`.
 
     It varies over the devices that `like` varies over.
     """

@@ -8,18 +8,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.plan import ChunkedPlan
 from foveal.backends.chunked.tiles import (
     Columns,
     Keys,
-    Sources,
+    KeySources,
     Tile,
     entry_columns,
     entry_steps,
     gathered_columns,
-    restored,
     selected_slots,
-    stored,
     window_columns,
 )
 from foveal.backends.operands import Operands, settled
@@ -36,15 +34,15 @@ class Softmax(NamedTuple):
     values: Array
 
 
-def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def forward(plan: ChunkedPlan, operands: Operands) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp over the keys [B, S, H], 0 for padding."""
     q = operands.q
 
-    sources = Sources(Keys.of(plan, operands.kv), Keys.of(plan, operands.entries))
-    operands = dataclasses.replace(operands, q=stored(plan, q))
+    sources = KeySources(Keys.from_rows(plan, operands.kv), Keys.from_rows(plan, operands.entries))
+    operands = dataclasses.replace(operands, q=as_uint16(plan, q))
 
     def step(rows: Block, made: tuple[Array, Array]) -> tuple[Array, Array]:
-        tile = Tile.of(operands, rows)
+        tile = Tile.at(operands, rows)
         state = _absorb(None, plan, tile.q, window_columns(plan, operands, sources, tile))
         if plan.entries in ("stream", "gather"):
             state = _absorb_entries(state, plan, operands, sources, tile)
@@ -60,12 +58,12 @@ def forward(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         out = settled(out, padding[..., None], lost[..., None])
         return tile.put(made, (out, settled(lse, padding, lost)))
 
-    start = stored(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], plan.wide)
+    start = as_uint16(plan, jax.lax.empty(q.shape, q.dtype)), jax.lax.empty(q.shape[:3], plan.wide)
     out, lse = Blocks(plan.query_block, q.shape[1]).fold(step, start, like=q, backwards=True)
-    return restored(out), lse
+    return as_bfloat16(out), lse
 
 
-def _absorb_entries(state: Softmax, plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Softmax:
+def _absorb_entries(state: Softmax, plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> Softmax:
     """The softmax with entries in it, block by block or, of a tile that gathers, query by query."""
     slots, steps = operands.entries.shape[1], entry_steps(plan, tile)
     selected = selected_slots(slots, tile, steps)
@@ -85,7 +83,7 @@ def _absorb_entries(state: Softmax, plan: Plan, operands: Operands, sources: Sou
     return Blocks(plan.gather_block, plan.query_block).fold(gathered, state, bounds=(0, steps.parts))
 
 
-def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> Softmax:
+def _absorb(state: Softmax | None, plan: ChunkedPlan, q: Array, columns: Columns) -> Softmax:
     """The softmax with more columns in it."""
     logits = _masked_logits(plan, q, columns)
     peak = jnp.max(logits, axis=-1)
@@ -100,29 +98,29 @@ def _absorb(state: Softmax | None, plan: Plan, q: Array, columns: Columns) -> So
     return Softmax(peak, state.total * shrink + total, state.values * shrink[..., None] + values)
 
 
-def _masked_logits(plan: Plan, q: Array, columns: Columns) -> Array:
+def _masked_logits(plan: ChunkedPlan, q: Array, columns: Columns) -> Array:
     """[B, T, H, N] in the accumulation dtype, `lowest` where unseen."""
     logits = dot_keys(plan, q, columns.keys) * plan.scale
     return jnp.where(columns.mask[:, :, None], logits, plan.lowest)
 
 
-def dot_keys(plan: Plan, rows: Array, keys: Keys) -> Array:
+def dot_keys(plan: ChunkedPlan, rows: Array, keys: Keys) -> Array:
     """[B, T, H, D] times keys -> [B, T, H, N]. T and H stay apart: merged, they could not be sharded over heads."""
-    if keys.columns is not None:
-        return contract(plan, rows, keys.columns, ((3,), (1,)), ((0,), (0,)))
+    if keys.transposed is not None:
+        return contract(plan, rows, keys.transposed, ((3,), (1,)), ((0,), (0,)))
     return contract(plan, rows, keys.rows, ((3,), (3,)), ((0, 1), (0, 1)))
 
 
-def onto_keys(plan: Plan, weights: Array, rows: Array, keys: Keys) -> Array:
+def onto_keys(plan: ChunkedPlan, weights: Array, rows: Array, keys: Keys) -> Array:
     """[B, T, H, N] and [B, T, H, D] -> the keys' shape, summed over who sees them."""
-    if keys.columns is not None:
+    if keys.transposed is not None:
         return contract(plan, weights, rows, ((1, 2), (1, 2)), ((0,), (0,)))
     return contract(plan, weights, rows, ((2,), (2,)), ((0, 1), (0, 1)))
 
 
-def combine(plan: Plan, weights: Array, keys: Keys) -> Array:
+def combine(plan: ChunkedPlan, weights: Array, keys: Keys) -> Array:
     """[B, T, H, N] times keys -> [B, T, H, D]."""
-    if keys.columns is not None:
+    if keys.transposed is not None:
         return contract(plan, weights, keys.rows, ((3,), (1,)), ((0,), (0,)))
     return contract(plan, weights, keys.rows, ((3,), (2,)), ((0, 1), (0, 1)))
 
@@ -130,7 +128,7 @@ def combine(plan: Plan, weights: Array, keys: Keys) -> Array:
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def contract(plan: Plan, left: Array, right: Array, over: Axes, batch: Axes) -> Array:
+def contract(plan: ChunkedPlan, left: Array, right: Array, over: Axes, batch: Axes) -> Array:
     """A matmul accumulated in float32.
 
     Not einsum, which orders two contracted axes as it likes: transposing them costs as much as the matmul itself.

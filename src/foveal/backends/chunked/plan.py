@@ -20,7 +20,7 @@ _FEW_SLOTS = 96
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ChunkedPlan:
     """Static sizes of one call.
 
     Attributes:
@@ -59,7 +59,9 @@ class Plan:
     slice_bits: bool
 
     @classmethod
-    def of(cls, operands: Operands, *, query_block: int | None = None, entry_block: int | None = None) -> Plan:
+    def for_operands(
+        cls, operands: Operands, *, query_block: int | None = None, entry_block: int | None = None
+    ) -> ChunkedPlan:
         """The rule.
 
         T = 256 / H queries a tile, between 8 and 64. Entries are streamed by C / 8, between 32 and 128: half a block

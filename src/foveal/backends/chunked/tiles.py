@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from foveal.backends.chunked.plan import Plan
+from foveal.backends.chunked.plan import ChunkedPlan
 from foveal.backends.operands import Operands
 from foveal.geometry import Block, TileRanges, membership
 from foveal.program import varying
@@ -16,7 +16,7 @@ from foveal.typing import Array
 T = TypeVar("T")
 
 
-def stored(plan: Plan, array: Array) -> Array:
+def as_uint16(plan: ChunkedPlan, array: Array) -> Array:
     """An array as tiles are to be sliced from it: bfloat16 as its bits where slicing it would widen all of it.
 
     Behind a barrier: of an array that is a constant of the program, XLA works out wrong bits.
@@ -26,7 +26,7 @@ def stored(plan: Plan, array: Array) -> Array:
     return jax.lax.optimization_barrier(_as_bits(array))
 
 
-def restored(arrays: T) -> T:
+def as_bfloat16(arrays: T) -> T:
     """What was `stored`, alone or in a pytree; no other array here holds 16-bit integers."""
     return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a, arrays)
 
@@ -38,25 +38,25 @@ def _as_bits(array: Array) -> Array:
 class Keys(NamedTuple):
     """Keys for both matmuls: [B, N, D] to be summed and [B, D, N] to be scored.
 
-    A CPU's matmul wants them so; transposed once for all tiles (`Plan.transpose`) they cost nothing, tile by tile a
-    tenth of the time. Gathered keys, [B, T, N, D], are each query's own and are not transposed: `columns` is None.
+    CPU matmuls are fastest this way. Transposing once for all tiles (`ChunkedPlan.transpose`) costs nothing, tile by
+    tile a tenth of the time. Gathered keys [B, T, N, D] belong to one query each: there `transposed` is None.
     """
 
     rows: Array
-    columns: Array | None
+    transposed: Array | None
 
     @classmethod
-    def of(cls, plan: Plan, rows: Array) -> Keys:
+    def from_rows(cls, plan: ChunkedPlan, rows: Array) -> Keys:
         """Keys [..., N, D], `stored`."""
-        rows = stored(plan, rows)
+        rows = as_uint16(plan, rows)
         return cls(rows, jnp.swapaxes(rows, -1, -2) if plan.transpose else None)
 
     def slice(self, start: Array, size: int) -> Keys:
         """N = size of them, restored."""
-        rows = restored(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1))
-        if self.columns is None:
+        rows = as_bfloat16(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1))
+        if self.transposed is None:
             return Keys(rows, jnp.swapaxes(rows, -1, -2))
-        return Keys(rows, restored(jax.lax.dynamic_slice_in_dim(self.columns, start, size, axis=2)))
+        return Keys(rows, as_bfloat16(jax.lax.dynamic_slice_in_dim(self.transposed, start, size, axis=2)))
 
 
 class Tile(NamedTuple):
@@ -83,13 +83,13 @@ class Tile(NamedTuple):
     saved: tuple[Array, ...]
 
     @classmethod
-    def of(cls, operands: Operands, rows: Block, *saved: Array) -> Tile:
+    def at(cls, operands: Operands, rows: Block, *saved: Array) -> Tile:
         """The queries at some rows, whose arrays [B, S, ...] may be `stored`."""
         ranges = operands.visibility.tile(rows.start, rows.size)
         padding = ranges.window_end <= ranges.window_first
         fresh = rows.fresh
         # In this order: with the queries first, XLA for CPUs takes 2 % longer for the backward pass in bfloat16.
-        saved, q, slots, tainted = restored(rows.take((saved, operands.q, operands.indices, operands.tainted)))
+        saved, q, slots, tainted = as_bfloat16(rows.take((saved, operands.q, operands.indices, operands.tainted)))
         return cls(rows, fresh, ranges, padding, q, slots, tainted, saved)
 
     def put(self, arrays: T, rows: T) -> T:
@@ -115,14 +115,14 @@ class Columns(NamedTuple):
     mask: Array
 
 
-class Sources(NamedTuple):
+class KeySources(NamedTuple):
     """All raw keys and all entries."""
 
     kv: Keys
     entries: Keys
 
 
-def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile) -> Columns:
+def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> Columns:
     """The raw keys that end with the last query's own, followed by all entries where these are few."""
     row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
     start = jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
@@ -134,18 +134,18 @@ def window_columns(plan: Plan, operands: Operands, sources: Sources, tile: Tile)
     if tile.slots is not None:
         entry_mask = entry_mask & membership(tile.slots, slots)
     keys, entries = sources.kv.slice(start, block.size), sources.entries.slice(jnp.int32(0), slots)
-    assert keys.columns is not None
-    assert entries.columns is not None
+    assert keys.transposed is not None
+    assert entries.transposed is not None
     masks = jnp.broadcast_arrays(mask[..., :1], entry_mask[..., :1])[0].shape[0]
     both = [jnp.broadcast_to(m, (masks, *m.shape[1:])) for m in (mask, entry_mask)]
     together = Keys(
         jnp.concatenate([keys.rows, entries.rows], axis=1),
-        jnp.concatenate([keys.columns, entries.columns], axis=2),
+        jnp.concatenate([keys.transposed, entries.transposed], axis=2),
     )
     return Columns(block, together, jnp.concatenate(both, axis=-1))
 
 
-def selected_slots(count: int, tile: Tile, steps: Steps) -> Array | None:
+def selected_slots(count: int, tile: Tile, steps: EntrySteps) -> Array | None:
     """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
     slots = tile.slots
     if slots is None or isinstance(steps.parts, int):
@@ -155,7 +155,7 @@ def selected_slots(count: int, tile: Tile, steps: Steps) -> Array | None:
     return jax.lax.cond(end > first, lambda: membership(slots, count), lambda: nothing)
 
 
-def entry_columns(sources: Sources, tile: Tile, selected: Array | None, block: Block) -> Columns:
+def entry_columns(sources: KeySources, tile: Tile, selected: Array | None, block: Block) -> Columns:
     """One block of entries; `selected` of `selected_slots`."""
     keys = sources.entries.slice(block.start, block.size)
     mask = tile.ranges.sees(block.start, block.size) & block.fresh[None, None]
@@ -164,14 +164,14 @@ def entry_columns(sources: Sources, tile: Tile, selected: Array | None, block: B
     return Columns(block, keys, mask)
 
 
-class Steps(NamedTuple):
+class EntrySteps(NamedTuple):
     """How a tile goes over the entries: streaming blocks [first, end), then gathering so many parts of its queries."""
 
     streamed: tuple[Array, Array]
     parts: Array | int
 
 
-def entry_steps(plan: Plan, tile: Tile) -> Steps:
+def entry_steps(plan: ChunkedPlan, tile: Tile) -> EntrySteps:
     """A tile either streams or gathers.
 
     A tile gathers where its queries together, of all batch rows, span many slots. Two loops, one of which is empty,
@@ -179,11 +179,11 @@ def entry_steps(plan: Plan, tile: Tile) -> Steps:
     """
     blocks = tile.ranges.slot_blocks(plan.entry_block)
     if plan.entries != "gather":
-        return Steps(blocks, 0)
+        return EntrySteps(blocks, 0)
     first, end = tile.ranges.slots
     gather = end - first > plan.stream_up_to
     parts = jnp.where(gather, plan.query_block // plan.gather_block, 0)
-    return Steps((blocks[0], jnp.where(gather, blocks[0], blocks[1])), parts)
+    return EntrySteps((blocks[0], jnp.where(gather, blocks[0], blocks[1])), parts)
 
 
 def gathered_columns(operands: Operands, slots: Array) -> Columns:

@@ -23,7 +23,7 @@ from foveal.backends.splash import kernel
 from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
 from foveal.backends.splash.kernel import Masks, RowOperands
 from foveal.backends.splash.operands import (
-    Plan,
+    SplashPlan,
     dynamic_mask,
     key_arrays,
     key_gradients,
@@ -33,7 +33,7 @@ from foveal.backends.splash.operands import (
 from foveal.typing import Array, lowest
 
 
-def attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def attend(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H], on each device for its rows and heads."""
     if plan.sharding is None:
         return _attend(plan, operands)
@@ -49,24 +49,24 @@ def attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
 _ONCE = "Splash Attention is once differentiable, in reverse mode; use implementation='dense'"
 
 
-def _attend(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def _attend(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     results: Any = _attention(plan, reverse_only(_ONCE, operands))
     return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def _attention(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     some_heads = forward_heads(plan.layout, plan.call.blocks, operands.q)
     out, lse = _over_rows(plan, operands, _forward_row, some_heads, jnp.swapaxes(operands.q, 1, 2))
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
-def _forward_rule(plan: Plan, operands: Operands) -> tuple[tuple[Array, Array], Any]:
+def _forward_rule(plan: SplashPlan, operands: Operands) -> tuple[tuple[Array, Array], Any]:
     results: Any = _attention(plan, first_only(_ONCE, operands))
     return results, (operands, *results)
 
 
-def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Operands]:
+def _backward_rule(plan: SplashPlan, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Operands]:
     (operands, out, lse), cotangents = first_only(_ONCE, (residuals, cotangents))
     by_head = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), (operands.q, out, lse, *cotangents))
     some_heads = backward_heads(plan.layout, operands.q)
@@ -90,7 +90,7 @@ def _backward_rule(plan: Plan, residuals: Any, cotangents: tuple[Array, Array]) 
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-class _Row(NamedTuple):
+class _BatchRow(NamedTuple):
     """What the heads of a batch row share."""
 
     keys: Array
@@ -102,23 +102,23 @@ class _Row(NamedTuple):
 
 
 def _over_rows(
-    plan: Plan, operands: Operands, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
+    plan: SplashPlan, operands: Operands, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
 ) -> Any:
-    """`function(plan, masks, row, sinks, heads together, *by_head)` of every batch row."""
+    """`function(plan, masks, row, sinks, heads_per_call, *by_head)` of every batch row."""
     keys, values = key_arrays(plan, operands)
     padding = operands.visibility.documents.is_padding
     tainted = jnp.zeros_like(padding) if operands.tainted is None else operands.tainted
     mask = dynamic_mask(plan, operands) if plan.dynamic else None
     ids = None if plan.dynamic else segments(plan, operands.visibility)
-    shared = _Row(keys, values, ids, mask, padding, tainted)
+    shared = _BatchRow(keys, values, ids, mask, padding, tainted)
     static = None if plan.dynamic else static_masks_of(plan.layout, operands.visibility, plan.call.blocks)
     batch, heads = by_head[0].shape[:2]
-    together = some_heads.together(heads)
+    heads_per_call = some_heads.heads_per_call(heads)
 
-    def of_row(both: tuple[_Row, tuple[Array, ...]]) -> Any:
+    def of_row(both: tuple[_BatchRow, tuple[Array, ...]]) -> Any:
         row, by_head = both
         masks = static if row.mask is None else kernel.dynamic_masks(row.mask, plan.call.blocks)
-        return function(plan, masks, row, operands.sinks, together, *by_head)
+        return function(plan, masks, row, operands.sinks, heads_per_call, *by_head)
 
     # JAX's emulator of TPUs has no batched kernels, and neither have lists of tiles that are data.
     if plan.dynamic or plan.call.interpret or not some_heads.fit(batch * heads):
@@ -126,22 +126,22 @@ def _over_rows(
     return jax.vmap(of_row)((shared, by_head))
 
 
-def _by_heads(function: Callable[..., Any], start: Any, together: int, *arrays: Any) -> Any:
+def _by_heads(function: Callable[..., Any], start: Any, heads_per_call: int, *arrays: Any) -> Any:
     """`function(carry, *parts)` of some heads after others: the last carry, and results by head."""
     heads = arrays[0].shape[0]
-    parts = jax.tree.map(lambda a: a.reshape(heads // together, together, *a.shape[1:]), arrays)
+    parts = jax.tree.map(lambda a: a.reshape(heads // heads_per_call, heads_per_call, *a.shape[1:]), arrays)
     carry, results = jax.lax.scan(lambda carry, part: function(carry, *part), start, parts)
     return carry, jax.tree.map(lambda a: a.reshape(heads, *a.shape[2:]), results)
 
 
-def _padded(plan: Plan, array: Array, value: float = 0.0) -> Array:
+def _padded(plan: SplashPlan, array: Array, value: float = 0.0) -> Array:
     """Rows of one document made rows of the kernels: [H, S, ...] -> [H, padded rows, ...]."""
     more = plan.layout.padded_rows - plan.layout.rows
     return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)), constant_values=value)
 
 
 def _forward_row(
-    plan: Plan, masks: Masks, row: _Row, sinks: Array | None, together: int, q: Array
+    plan: SplashPlan, masks: Masks, row: _BatchRow, sinks: Array | None, heads_per_call: int, q: Array
 ) -> tuple[Array, Array]:
     """Output [H, S, D] and log-sum-exp [H, S]; zeros for padding, NaN for what is lost."""
 
@@ -154,15 +154,15 @@ def _forward_row(
         out = out.astype(jnp.float32) * share_of_keys(lse.T[None], sinks)[0].T[..., None]
         return carry, (settled(out, row.padding[None, :, None], lost[..., None]).astype(q.dtype), lse)
 
-    return _by_heads(group, None, together, q, sinks)[1]
+    return _by_heads(group, None, heads_per_call, q, sinks)[1]
 
 
 def _backward_row(
-    plan: Plan,
+    plan: SplashPlan,
     masks: Masks,
-    row: _Row,
+    row: _BatchRow,
     sinks: Array | None,
-    together: int,
+    heads_per_call: int,
     q: Array,
     out: Array,
     lse: Array,
@@ -172,12 +172,12 @@ def _backward_row(
     """Gradients of queries [H, S, D] and sinks [H], and of keys and values [columns, D] in float32."""
     group = functools.partial(_backward_group, plan, masks, row)
     start = jnp.zeros(row.keys.shape, jnp.float32), jnp.zeros(row.keys.shape, jnp.float32)
-    (d_keys, d_values), (d_q, d_sinks) = _by_heads(group, start, together, q, out, lse, d_out, d_lse, sinks)
+    (d_keys, d_values), (d_q, d_sinks) = _by_heads(group, start, heads_per_call, q, out, lse, d_out, d_lse, sinks)
     return d_q, d_sinks, d_keys, d_values
 
 
 def _backward_group(
-    plan: Plan, masks: Masks, row: _Row, sums: tuple[Array, Array], *parts: Any
+    plan: SplashPlan, masks: Masks, row: _BatchRow, sums: tuple[Array, Array], *parts: Any
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Gradients of some heads' queries and sinks; those of the keys are added to `sums`."""
     q, out, lse, d_out, d_lse, sinks = parts

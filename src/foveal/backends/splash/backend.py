@@ -33,7 +33,7 @@ class _SplashBackend(Backend):
     """What both share.
 
     Attributes:
-        blocks: sizes of tiles, or None for the table's (`SplashBlocks.of`).
+        blocks: sizes of tiles, or None for the table's (`SplashBlocks.for_shapes`).
         interpret: emulate a TPU where there is none, very slowly: for tests.
     """
 
@@ -78,7 +78,7 @@ class _SplashBackend(Backend):
         # Imported late: Tokamax takes more than a second to import, and need not be installed.
         from foveal.backends.splash.attend import attend
         from foveal.backends.splash.kernel import Call
-        from foveal.backends.splash.operands import Plan
+        from foveal.backends.splash.operands import SplashPlan
 
         if operands.q.size == 0:
             return jnp.zeros_like(operands.q), jnp.zeros(operands.q.shape[:3], operands.accumulation_dtype)
@@ -86,7 +86,7 @@ class _SplashBackend(Backend):
         heads = operands.q.shape[2] // _devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
         call = Call(sizes, self.interpret)
-        return attend(Plan(call, layout, dynamic, sharding), operands)
+        return attend(SplashPlan(call, layout, dynamic, sharding), operands)
 
     def _sizes(self, heads: int, visibility: Visibility, *, dynamic: bool) -> tuple[SplashBlocks, KeyLayout]:
         from foveal.backends.splash.kernel import CAN_STACK_HEADS
@@ -94,11 +94,11 @@ class _SplashBackend(Backend):
         sizes, length, slots = self.blocks, visibility.documents.shape[1], visibility.slots
         if sizes is None:
             window = visibility.sliding_window
-            sizes = SplashBlocks.of(
+            sizes = SplashBlocks.for_shapes(
                 length, slots, heads, sliding_window=window, can_stack=CAN_STACK_HEADS, dynamic=dynamic
             )
         q_block, kv_block = math.lcm(sizes.q, sizes.q_backward), math.lcm(sizes.kv, sizes.kv_backward)
-        return sizes, KeyLayout.of(length, slots, q_block, kv_block)
+        return sizes, KeyLayout.for_shapes(length, slots, q_block, kv_block)
 
     def _cycles(
         self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility, *, dynamic: bool

@@ -53,7 +53,7 @@ class SplashBlocks:
             object.__setattr__(self, field.name, size)
 
     @classmethod
-    def of(
+    def for_shapes(
         cls, length: int, slots: int, heads: int, *, sliding_window: int, can_stack: bool, dynamic: bool = False
     ) -> SplashBlocks:
         """The table.

@@ -40,27 +40,27 @@ class _Tiles(NamedTuple):
     lines: int
 
     @classmethod
-    def of(cls, info: MaskInfo) -> _Tiles:
+    def from_mask_info(cls, info: MaskInfo) -> _Tiles:
         state, lines = np.asarray(info.block_mask), np.unique(np.asarray(info.active_rows))
         return cls(len(state), int((state == 2).sum()), int((state == 1).sum()), len(lines))
 
 
 def _forward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
-    tiles = _Tiles.of(static_mask_info(mask, blocks.q, blocks.kv))
+    tiles = _Tiles.from_mask_info(static_mask_info(mask, blocks.q, blocks.kv))
     steps = _bundles(schedule, tiles, [tiles.lines, tiles.full, tiles.partial, tiles.lines])
     return q.shape[0] * q.shape[2] // blocks.stacked_heads * steps
 
 
 def _backward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
     """The first head of those that a call takes writes the keys' gradients, and the others add to them."""
-    tiles = _Tiles.of(static_mask_info(mask, blocks.q_backward, blocks.kv_backward, is_dkv=True))
-    together = backward_heads(mask.layout, q).together(q.shape[2])
-    calls = q.shape[0] * q.shape[2] // together
-    if together == 1:
+    tiles = _Tiles.from_mask_info(static_mask_info(mask, blocks.q_backward, blocks.kv_backward, is_dkv=True))
+    heads_per_call = backward_heads(mask.layout, q).heads_per_call(q.shape[2])
+    calls = q.shape[0] * q.shape[2] // heads_per_call
+    if heads_per_call == 1:
         return calls * _bundles(schedule, tiles, [tiles.lines, tiles.full, tiles.partial, tiles.lines])
-    counts = [together * n for n in (tiles.lines, tiles.full, tiles.partial)]
-    counts += [tiles.lines, (together - 1) * tiles.lines]
-    return calls * _bundles(schedule, tiles._replace(total=together * tiles.total), counts)
+    counts = [heads_per_call * n for n in (tiles.lines, tiles.full, tiles.partial)]
+    counts += [tiles.lines, (heads_per_call - 1) * tiles.lines]
+    return calls * _bundles(schedule, tiles._replace(total=heads_per_call * tiles.total), counts)
 
 
 def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:

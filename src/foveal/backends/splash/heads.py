@@ -30,7 +30,7 @@ class SomeHeads:
         """Whether so many heads have space together."""
         return heads * self.head_bytes <= _AT_A_TIME
 
-    def together(self, heads: int) -> int:
+    def heads_per_call(self, heads: int) -> int:
         """The largest divisor of `heads` that has space, in whole tiles; a tile at least."""
         least = self.stacked if heads % self.stacked == 0 else 1
         return max((n for n in range(least, heads + 1, least) if heads % n == 0 and self.fit(n)), default=least)

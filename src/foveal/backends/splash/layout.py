@@ -27,7 +27,7 @@ class KeyLayout:
     columns: int
 
     @classmethod
-    def of(cls, rows: int, slots: int, q_block: int, kv_block: int) -> KeyLayout:
+    def for_shapes(cls, rows: int, slots: int, q_block: int, kv_block: int) -> KeyLayout:
         """The least padding that `q_block` and `kv_block` divide, with the entries at the start of a block.
 
         Three blocks of columns at least: with fewer, Tokamax 0.0.12's backward kernel reads sums before they are

@@ -18,7 +18,7 @@ from foveal.geometry import complete_windows, window_first
 _PARTIAL, _FULL = 1, 2
 
 
-class _Blocks(NamedTuple):
+class _MaskBlocks(NamedTuple):
     """Blocks that are not empty, in order of rows, then columns: int arrays of one length."""
 
     row: np.ndarray
@@ -74,7 +74,7 @@ def static_mask_info(mask: HCAStaticMask, block_q: int, block_kv: int, *, is_dkv
     )
 
 
-def _classify(mask: HCAStaticMask, block_q: int, block_kv: int) -> _Blocks:
+def _classify(mask: HCAStaticMask, block_q: int, block_kv: int) -> _MaskBlocks:
     """A block's rows see one range of raw keys between them, and the entries from the first on."""
     at = mask.layout
     first_row = np.arange(0, at.padded_rows, block_q)
@@ -98,21 +98,21 @@ def _classify(mask: HCAStaticMask, block_q: int, block_kv: int) -> _Blocks:
     slots_before_end = (entries.column - offset + 1) * block_kv
     everyone = complete_windows(first_row, mask.compress_ratio)[entries.row] >= slots_before_end
     entries = entries._replace(state=np.where(everyone & ~padded[entries.row], _FULL, _PARTIAL))
-    both = _Blocks(*(np.concatenate(parts) for parts in zip(window, entries, strict=True)))
+    both = _MaskBlocks(*(np.concatenate(parts) for parts in zip(window, entries, strict=True)))
     order = np.argsort(both.row, kind="stable")  # entries stand right of the window
-    return _Blocks(*(part[order] for part in both))
+    return _MaskBlocks(*(part[order] for part in both))
 
 
-def _expand(first: np.ndarray, end: np.ndarray) -> _Blocks:
+def _expand(first: np.ndarray, end: np.ndarray) -> _MaskBlocks:
     """Columns [first, end) of each row of blocks; states to be filled in."""
     counts = end - first
     row = np.repeat(np.arange(len(first)), counts)
     column = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
-    return _Blocks(row, column, np.zeros_like(row))
+    return _MaskBlocks(row, column, np.zeros_like(row))
 
 
 def _distinct(
-    mask: HCAStaticMask, blocks: _Blocks, partial: np.ndarray, block_q: int, block_kv: int
+    mask: HCAStaticMask, blocks: _MaskBlocks, partial: np.ndarray, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each partial block the number of its content, in order of first appearance, and the contents."""
     row, column = blocks.row[partial] * block_q, blocks.column[partial] * block_kv

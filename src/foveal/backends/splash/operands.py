@@ -18,7 +18,7 @@ from foveal.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SplashPlan:
     """What is static.
 
     Attributes:
@@ -34,7 +34,7 @@ class Plan:
     sharding: PartitionSpec | None = None
 
 
-def key_arrays(plan: Plan, operands: Operands) -> tuple[Array, Array]:
+def key_arrays(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     """Keys and values [B, columns, D]: raw tokens and entries, the keys scaled.
 
     The kernels do not scale logits. Scaled queries would copy the largest array there is; keys are one head's.
@@ -47,7 +47,7 @@ def key_arrays(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     return keys, values
 
 
-def key_gradients(plan: Plan, operands: Operands, d_keys: Array, d_values: Array) -> tuple[Array, Array]:
+def key_gradients(plan: SplashPlan, operands: Operands, d_keys: Array, d_values: Array) -> tuple[Array, Array]:
     """Gradients of kv and entries from float32 ones of keys and values: `key_arrays` backwards, rounded once."""
     layout = plan.layout
     both = d_values + d_keys * operands.scale
@@ -65,7 +65,7 @@ def static_mask(layout: KeyLayout, visibility: Visibility) -> HCAStaticMask:
     return HCAStaticMask(layout, visibility.sliding_window, visibility.compress_ratio if layout.slots else 0)
 
 
-def segments(plan: Plan, visibility: Visibility) -> Any:
+def segments(plan: SplashPlan, visibility: Visibility) -> Any:
     """Ids of documents [B, rows] and [B, columns], equal for a query and the keys of its document; None if not needed.
 
     A document is told by the row at which it starts, padding by a number of its own each, so that it sees itself, and
@@ -82,7 +82,7 @@ def segments(plan: Plan, visibility: Visibility) -> Any:
     return segment_ids(ids[:, : layout.padded_rows], columns)
 
 
-def dynamic_mask(plan: Plan, operands: Operands) -> Array:
+def dynamic_mask(plan: SplashPlan, operands: Operands) -> Array:
     """bool [B, rows, columns]; padding sees itself."""
     layout, visibility = plan.layout, operands.visibility
     more = layout.padded_rows - layout.rows

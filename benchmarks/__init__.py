@@ -1,1 +1,1 @@
-"""What the library costs, beside its peers. `python -m benchmarks.attention --help`."""
+"""Cost of the library, compared with its peers: see `python -m benchmarks.attention --help`."""

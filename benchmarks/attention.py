@@ -1,12 +1,12 @@
-"""Attention beside its peers: CPU time and resident memory, one thread each, taken in turn.
+"""Attention compared with its peers: CPU time and resident memory, one thread each, in interleaved rounds.
 
     python -m benchmarks.attention --suite core --output benchmarks/results
 
-A ratio is printed only where the contenders agree on outputs and gradients of that very case; queries of a CSA layer
-for which rounding decides between two entries are not compared. Times are CPU seconds
-of this process, medians of interleaved rounds; utilisation is the useful operations (`foveal.flops`) over the rate of
-a large matmul measured in the same rounds. Memory is resident memory above its level before the call, each contender
-in a process of its own.
+A ratio is printed only where the contenders agree on outputs and gradients of that case; queries of a CSA layer
+for which rounding decides between two entries are not compared. Times are CPU seconds of this process, medians of
+interleaved rounds; utilisation is the rate of useful operations (`foveal.flops`) relative to that of a large matmul
+measured in the same rounds. Memory is the rise of resident memory above its level before the call, each contender in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    # One core for XLA, torch and the BLAS below them, before any of them is loaded: XLA's pool is as large as the
-    # number of cores it may use, whatever its flags say.
+    # One core for XLA, torch and the BLAS below them, before any of them is loaded: XLA's pool has as many threads as
+    # there are cores it may use, whatever its flags say.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -43,13 +43,13 @@ from foveal.testing.numerics import assert_close, assert_gradients_close
 SUITES = ("quick", "core", "layer", "long", "bf16")
 PEAK_SIZE = 2048
 UNDECIDED_SHARE = 0.02
-"""Of the queries, how many may be left out of a comparison because rounding decides what they select."""
+"""Largest share of the queries that a comparison may leave out because rounding decides what they select."""
 SCORES_LIMIT = 2 << 30
 """Bytes of scores beyond which the contenders that materialise them are left out."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a suite; 1 if any case's contenders disagree."""
+    """Run a suite; return 1 if the contenders of any case disagree."""
     options = _parser().parse_args(arguments)
     if options.memory_of:  # the child process of `_resident`
         case = Case(**json.loads(options.memory_of[0]))
@@ -69,14 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--suite", choices=SUITES, default="quick")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--no-memory", action="store_true", help="leave out resident memory")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure resident memory")
     parser.add_argument("--output", type=pathlib.Path, help="folder for JSON lines, a table and a plot")
     parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 
 def measure(case: Case, rounds: int, *, memory: bool) -> dict[str, Any]:
-    """One row: times, utilisation, memory and agreement of every contender that can do the case."""
+    """Measure a case: times, utilisation, memory and agreement of every contender that can run it."""
     names = contenders(case)
     undecided = undecided_queries(case)
     ready = {name: build(case, name, undecided) for name in names}
@@ -106,7 +106,7 @@ def measure(case: Case, rounds: int, *, memory: bool) -> dict[str, Any]:
 
 
 def contenders(case: Case) -> list[str]:
-    """Which can do the case: those that materialise scores only while these fit, transformers where it is installed."""
+    """Contenders that can run the case: with materialised scores only if these fit, transformers only if installed."""
     scores = 4 * case.heads * case.length * (case.length + case.visibility.slots)
     names = ["chunked"]
     if scores <= SCORES_LIMIT:
@@ -149,7 +149,7 @@ def _resident(case: Case, contender: str) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of what is compared."""
+    """Versions of the packages compared."""
     found = {}
     for name in ("jax", "jaxlib", "torch", "transformers"):
         if importlib.util.find_spec(name) is not None:

@@ -1,4 +1,4 @@
-"""The shapes that are measured, as data."""
+"""The measured cases, as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foveal import AttentionConfig, Documents, LayerType, RopeConfig, Visibility
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure: batch 1, unpacked, the real window and ratios."""
+    """A case to measure: batch 1, unpacked, with the published window and ratios."""
 
     what: str  # "core" or "layer"
     layer: str  # "hca", "csa" or "sliding"
@@ -23,16 +23,18 @@ class Case:
 
     @property
     def layer_type(self) -> LayerType:
+        """Type of the layer."""
         return {"hca": LayerType.HCA, "csa": LayerType.CSA, "sliding": LayerType.SLIDING}[self.layer]
 
     @property
     def name(self) -> str:
+        """Name of the case in tables and plots."""
         passes = "f+b" if self.backward else "fwd"
         return f"{self.what} {self.layer} S={self.length} {self.heads}x{self.head_dim} {passes} {self.dtype}"
 
     @property
     def config(self) -> AttentionConfig:
-        """A layer of hidden size 1024, q_lora_rank 256 and an indexer of 16 x 64; RoPE as published."""
+        """Configuration with hidden size 1024, q_lora_rank 256 and an indexer of 16 x 64; RoPE as published."""
         return AttentionConfig(
             hidden_size=1024,
             num_attention_heads=self.heads,
@@ -54,10 +56,12 @@ class Case:
 
     @property
     def documents(self) -> Documents:
+        """One document of the case's length."""
         return Documents.unpacked(1, self.length)
 
     @property
     def visibility(self) -> Visibility:
+        """The raw keys and entries that each query sees."""
         return Visibility(self.documents, 128, self.config.compress_ratio(self.layer_type))
 
 
@@ -66,7 +70,7 @@ def _both(**sizes: Any) -> list[Case]:
 
 
 def suite(name: str) -> list[Case]:
-    """A named list of cases: "quick", "core", "layer", "long" or "bf16"."""
+    """Cases of a suite by name: "quick", "core", "layer", "long" or "bf16"."""
     if name == "quick":
         return [
             c for layer in ("hca", "csa") for c in _both(what="core", layer=layer, length=1024, heads=16, head_dim=128)

@@ -1,6 +1,6 @@
-"""Reports of the TPU compiler at the sizes of use, kept in `benchmarks/results`; half an hour on one core.
+"""Reports of the TPU compiler at realistic sizes, kept in `benchmarks/results`; takes half an hour on one core.
 
-`python -m benchmarks.compiled` runs them all, `python -m benchmarks.compiled core-forward` one of them.
+`python -m benchmarks.compiled` runs them all, `python -m benchmarks.compiled core-forward` only one.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ REPORTS: dict[str, tuple[str, ...]] = {
         for target in ("v5e", "v6e", "tpu7x")
     },
 }
-"""Arguments of `foveal compile` by the name of the report. A mask that is data needs large tiles, and these more VMEM
-than the compiler gives to kernels by default: without, it is refused from 131072 rows on, with gradients from 65536."""
+"""Arguments of `foveal compile` by the name of the report. Dynamic masks need large tiles, and these more VMEM than
+the compiler gives kernels by default: without it, they are refused from 131072 rows on, with gradients from 65536."""
 
 
 def command(name: str) -> list[str]:
-    """The command line of a report."""
+    """Command line of a report."""
     return [sys.executable, "-m", "foveal", "compile", *REPORTS[name], "--json"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the reports and writes a line of JSON for each of their cases."""
+    """Run the reports and write one line of JSON per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*REPORTS, []], help="which (default: all)")
+    parser.add_argument("names", nargs="*", choices=[*REPORTS, []], help="reports to run (default: all)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
     args = parser.parse_args(arguments)
     for name in args.names or REPORTS:
-        # Code 1: some cases are refused, which the report tells.
+        # Code 1: the compiler refuses some cases, as the report says.
         done = subprocess.run(command(name), stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode not in (0, 1) or not done.stdout:
             raise SystemExit(f"{name}: foveal compile ended with code {done.returncode}")

@@ -1,4 +1,4 @@
-"""What is compared: each contender turns a case into something to run, and into results to check."""
+"""The contenders: each turns a case into something to run, and into results to check."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Results = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A case made ready: `run` does the work once and waits for it, `results` gives its outputs and gradients."""
+    """A prepared case: `run` does the work once and waits for it, `results` gives its outputs and gradients."""
 
     run: Callable[[], object]
     results: Callable[[], Results]
-    temporaries: int | None = None  # bytes by the compiler's own plan, where there is one
+    temporaries: int | None = None  # bytes in the compiler's plan; None where there is none
 
 
 def core_inputs(case: Case) -> Results:
-    """Seeded arrays for a core: unit keys and queries, so that logits are of order one; `indices` for CSA."""
+    """Seeded inputs of core attention: standard normal, so that logits are of order one; `indices` for CSA."""
     rng = np.random.default_rng(0)
     visibility = case.visibility
 
@@ -53,7 +53,7 @@ def core_inputs(case: Case) -> Results:
 
 
 def foveal_core(case: Case, implementation: str) -> Contender:
-    """Core attention of this library."""
+    """Prepare this library's core attention."""
     arrays = core_inputs(case)
     dtype = jnp.dtype(case.dtype)
     q, kv, entries, d_out = (jnp.asarray(arrays[n]).astype(dtype) for n in ("q", "kv", "entries", "d_out"))
@@ -79,7 +79,7 @@ def foveal_core(case: Case, implementation: str) -> Contender:
 
 
 def undecided_queries(case: Case) -> tuple[int, ...]:
-    """Rows whose selected entries rounding decides: two right layers may differ there. Only CSA layers have any."""
+    """Queries whose selection rounding decides: two correct layers may differ there. Only CSA layers have any."""
     if case.what != "layer" or case.layer != "csa":
         return ()
     x = random_hidden(1, 1, case.length, case.config.hidden_size)
@@ -100,7 +100,7 @@ def _layer_cotangent(case: Case, undecided: tuple[int, ...]) -> np.ndarray:
 
 
 def foveal_layer(case: Case, implementation: str, undecided: tuple[int, ...] = ()) -> Contender:
-    """A whole layer of this library."""
+    """Prepare a whole layer of this library."""
     layer = _layer(case)
     x = jnp.asarray(random_hidden(1, 1, case.length, case.config.hidden_size)).astype(case.dtype)
     d_out = jnp.asarray(_layer_cotangent(case, undecided)).astype(case.dtype)
@@ -119,7 +119,7 @@ def foveal_layer(case: Case, implementation: str, undecided: tuple[int, ...] = (
 
 
 def transformers_core(case: Case) -> Contender:
-    """transformers' eager attention, given its concatenated keys and its additive mask ready-made."""
+    """Prepare transformers' eager attention over concatenated keys, with its additive mask made beforehand."""
     import torch
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
 
@@ -150,7 +150,7 @@ def transformers_core(case: Case) -> Contender:
 
 
 def transformers_layer(case: Case, undecided: tuple[int, ...] = ()) -> Contender:
-    """transformers' DeepseekV4Attention with the same parameters, given its tables and its mask ready-made."""
+    """Prepare transformers' DeepseekV4Attention with the same parameters, its tables and mask made beforehand."""
     import torch
 
     from foveal.testing.peer import peer_of_params
@@ -180,7 +180,7 @@ def transformers_layer(case: Case, undecided: tuple[int, ...] = ()) -> Contender
 
 
 def build(case: Case, contender: str, undecided: tuple[int, ...] = ()) -> Contender:
-    """A contender by name: "chunked", "dense" or "transformers"; `undecided` queries take no part in the gradients."""
+    """Prepare a contender, "chunked", "dense" or "transformers"; `undecided` queries take no part in the gradients."""
     if contender == "transformers":
         return transformers_core(case) if case.what == "core" else transformers_layer(case, undecided)
     return foveal_core(case, contender) if case.what == "core" else foveal_layer(case, contender, undecided)
@@ -206,7 +206,7 @@ def _named(out: jax.Array, grads: tuple[jax.Array, ...]) -> Results:
 
 
 def _mask(case: Case, indices: np.ndarray | None) -> np.ndarray:
-    """bool [S, S + C]."""
+    """Mask of the raw keys and entries that each query uses, bool [S, S + C]."""
     visibility = case.visibility
     window, entries = np.asarray(visibility.window_mask())[0], np.asarray(visibility.entry_mask())[0]
     if indices is not None:

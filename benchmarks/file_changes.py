@@ -1,7 +1,7 @@
-"""Changes of file while a layer is traced: how far one must jump to read what runs.
+"""Changes of file while a layer is traced: how often a reader of the code that runs must jump.
 
-A change is a call into a function of `src/foveal` whose file is not that of the last such call. The layers are those of
-`tiny()`, S = 64, B = 1, and annotations are not checked: what is counted depends on nothing but the code.
+A change is a call of a function of `src/foveal` in another file than the last such call. The layers are those of
+`tiny()`, S = 64, B = 1, and annotations are not checked: the counts depend only on the code.
 
     python -m benchmarks.file_changes [--trace]
 """
@@ -27,7 +27,7 @@ LENGTH = 64
 
 
 def files_entered(function: Callable[..., Any], *args: Any) -> list[str]:
-    """The files of `src/foveal` that tracing `function(*args)` goes through, one for each change."""
+    """The files of `src/foveal` that tracing `function(*args)` goes through, one per change."""
     entered: list[str] = []
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -66,7 +66,7 @@ def programs(layer_type: LayerType) -> dict[str, tuple[Callable[..., Any], tuple
 
 
 def main() -> None:
-    """Prints the counts of each layer type."""
+    """Print the counts of each layer type."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", action="store_true", help="also print the files in order")
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""The indexer's choice beside scores that are all materialised: CPU time and resident memory, one thread.
+"""The indexer's selection compared with one from materialised scores: CPU time and resident memory, one thread.
 
     python -m benchmarks.indexer --output benchmarks/results
 
-Times are CPU seconds of this process, medians of interleaved rounds; utilisation counts the scores of all visible
-entries, over the rate of a large matmul in the same rounds. A row says for how many queries the two choose differently.
+Times are CPU seconds of this process, medians of interleaved rounds; utilisation is the rate of scoring all visible
+entries relative to that of a large matmul in the same rounds. Each row counts the queries for which the two
+select differently.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     # One core for XLA before it is loaded: its pool is as large as the number of cores it may use.
     if hasattr(os, "sched_setaffinity"):
-        # The parent process has pinned itself, and its children with it: "all" takes that back.
+        # The parent process has pinned itself, and its children with it: "all" undoes that.
         every_core = sys.argv[1:] == ["--memory", "all"]
         cores = set(range(os.cpu_count() or 1)) if every_core else {max(os.sched_getaffinity(0))}
         os.sched_setaffinity(0, cores)
@@ -38,7 +39,7 @@ RATIO, WINDOW, PEAK_SIZE = 4, 128, 2048
 
 
 class Case(NamedTuple):
-    """S rows, I indexer heads of J dims, K entries to choose."""
+    """Sizes of a case: S rows, I indexer heads of J dims, K entries to select."""
 
     length: int
     heads: int
@@ -47,22 +48,22 @@ class Case(NamedTuple):
 
     @property
     def visibility(self) -> Visibility:
-        """One document."""
+        """Visibility of one document."""
         return Visibility(Documents.unpacked(1, self.length), WINDOW, RATIO)
 
     @property
     def operations(self) -> int:
-        """Of the scores of all visible entries."""
+        """Operations that the scores of all visible entries take."""
         return int(np.asarray(self.visibility.entry_counts, np.int64).sum()) * 2 * self.heads * self.dim
 
 
 TIMED = (Case(4096, 64, 128, 512), Case(8192, 16, 64, 512))
 LARGE = Case(65536, 16, 64, 512)
-"""Of which only the memory is measured."""
+"""A case of which only the memory is measured."""
 
 
 def arrays(case: Case) -> list[jax.Array]:
-    """Queries, weights and keys."""
+    """Random queries, weights and keys."""
     rng = np.random.default_rng(0)
     rows, slots = case.length, case.length // RATIO
     shapes = (1, rows, case.heads, case.dim), (1, rows, case.heads), (1, slots, case.dim)
@@ -70,12 +71,12 @@ def arrays(case: Case) -> list[jax.Array]:
 
 
 def ours(case: Case) -> Callable[..., jax.Array]:
-    """By blocks."""
+    """Selection by blocks, as in this library."""
     return jax.jit(lambda *args: select_entries(*args, visibility=case.visibility, top_k=case.top_k))
 
 
 def materialised(case: Case) -> Callable[..., jax.Array]:
-    """All scores at once, as peers in JAX have it."""
+    """Selection from all scores at once, as peers in JAX do it."""
 
     def choose(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
         dots = jnp.einsum("btij,bcj->btic", q, keys)
@@ -87,7 +88,7 @@ def materialised(case: Case) -> Callable[..., jax.Array]:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """One row."""
+    """Measure a case and return its row."""
     args = arrays(case)
     runs = {"ours": ours(case), "materialised": materialised(case)}
     found = {name: np.sort(run(*args), axis=-1) for name, run in runs.items()}
@@ -106,7 +107,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def resident_growth(case: Case) -> int:
-    """Bytes beyond the arguments and the result, in this process."""
+    """Bytes by which resident memory grows beyond the arguments and the result, in this process."""
     args, run = arrays(case), ours(case)
     compiled = run.lower(*args).compile()  # pyright: ignore[reportFunctionMemberAccess]
     grown = peak_resident_growth(lambda: compiled(*args).block_until_ready())
@@ -114,17 +115,17 @@ def resident_growth(case: Case) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a line of JSON a case, and keeps them."""
+    """Print one line of JSON per case, and keep them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.indexer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, help="folder for JSON lines")
     parser.add_argument("--memory", choices=("one", "all"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.memory:  # a process of its own: what was once resident stays
+    if options.memory:  # in a process of its own: memory once resident stays so
         print(resident_growth(LARGE))
         return
     rows = [measure(case, options.rounds) for case in TIMED]
-    # XLA of JAX 0.12 keeps much of its own where its pool has one thread: both are worth knowing.
+    # XLA of JAX 0.12 keeps much memory of its own if its pool has one thread, so measure both.
     command = [sys.executable, "-m", "benchmarks.indexer", "--memory"]
     grown = {
         cores: int(subprocess.run([*command, cores], check=True, capture_output=True, text=True).stdout)

@@ -1,4 +1,4 @@
-"""CPU time, resident memory and the machine's own matmul rate."""
+"""Measurement of CPU time, resident memory and the machine's own matmul rate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Run = Callable[[], object]
 
 
 def interleaved(runs: Mapping[str, Run], rounds: int, *, settle: frozenset[str] = frozenset()) -> dict[str, float]:
-    """Median CPU seconds of each, taken in turn so that a disturbance hits all alike. Each is warmed up once.
+    """Median CPU seconds of each, run in turn so that a disturbance hits all alike. Each is warmed up once.
 
-    What is in `settle` is run once more, untimed, before each time: for something short that follows on something
-    long, whose memory and caches it would otherwise pay for.
+    Runs named in `settle` are repeated untimed before each timing: a short run after a long one would otherwise pay
+    for the state in which that left memory and caches.
     """
     for run in runs.values():
         run()
@@ -33,7 +33,7 @@ def interleaved(runs: Mapping[str, Run], rounds: int, *, settle: frozenset[str] 
 
 
 def matmul_rate(dtype: str, size: int = 2048) -> Run:
-    """A square matmul whose operations per second are taken for one core's peak: 2 size^3 operations."""
+    """A square matmul of 2 size^3 operations, whose operations per second are taken as one core's peak."""
     a = jnp.ones((size, size), dtype)
     multiply = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32))
     return lambda: multiply(a).block_until_ready()
@@ -42,9 +42,9 @@ def matmul_rate(dtype: str, size: int = 2048) -> Run:
 def peak_resident_growth(run: Run) -> int:
     """Bytes by which the process's resident memory rises above its level while `run` runs for the first time.
 
-    The first time, since allocators keep what they have once had: a second run would seem to need nothing.
+    It must be the first time: allocators keep memory, so that a second run would seem to need none.
     """
-    # ru_maxrss never falls: the high-water mark is reset through the kernel's own switch.
+    # ru_maxrss never falls, but the kernel resets its high-water mark when 5 is written here.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     run()

@@ -1,4 +1,4 @@
-"""Rows as JSON lines, as a table and as a plot."""
+"""Reports of rows: JSON lines, a table and a plot."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COLUMNS = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table for people. No ratio stands where the contenders disagree.
+    """Table of rows, without ratios where the contenders disagree.
 
-    "MiB planned" is what the compiler allocates for the temporaries of `chunked`; the columns after it, resident
-    memory while a contender runs.
+    "MiB planned" is what the compiler allocates for the temporaries of `chunked`; the columns after it are the growth
+    of resident memory while a contender runs.
     """
     grid = Table()
     for i, name in enumerate(COLUMNS):
@@ -58,7 +58,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row], folder: pathlib.Path, name: str) -> None:
-    """`folder`/`name`-jaxVERSION.jsonl, .txt and .png."""
+    """Write `folder`/`name`-jaxVERSION.jsonl, .txt and .png."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-jax{rows[0]['versions']['jax']}"
     (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -67,7 +67,7 @@ def write(rows: Sequence[Row], folder: pathlib.Path, name: str) -> None:
 
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """CPU time of every contender in every case, on a logarithmic axis."""
+    """Plot the CPU time of every contender in every case, on a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""What the cache costs: a decoding step by position, and a prompt in chunks beside one pass; CPU time, one thread.
+"""Cost of the cache: a decoding step by position, a prompt in chunks against one pass; CPU time, one thread.
 
     python -m benchmarks.serving --output benchmarks/results
 
-Times are CPU seconds of this process, medians of interleaved rounds, of a layer of 16 heads of 128 dims and width 1024
-with room for 65536 tokens. Steps are taken in place, many a time; what stands in the cache is random.
+Times are CPU seconds of this process, medians of interleaved rounds, for a layer of 16 heads of 128 dims and width 1024
+with room for 65536 tokens. Each timing takes many steps, in place; the cache's contents are random.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PROMPT, CHUNK = 16384, 1024
 
 
 def make_layer(kind: str, length: int) -> CompressedAttention:
-    """A layer of the sizes that the other benchmarks use."""
+    """Create a layer of the sizes that the other benchmarks use."""
     case = Case("layer", kind, length, 16, 128, backward=False)
     return CompressedAttention(case.config, layer_type=case.layer_type, rngs=nnx.Rngs(0))
 
 
 def decoding(layer: CompressedAttention, capacity: int, position: int, steps: int) -> Callable[[], object]:
-    """`steps` tokens from `position` on, in place."""
+    """A run that decodes `steps` tokens from `position` on, in place."""
     rng = np.random.default_rng(0)
     token = jnp.asarray(rng.normal(size=(1, 1, layer.config.hidden_size)), jnp.float32)
     step = jax.jit(layer.decode, donate_argnums=0)
@@ -65,7 +65,7 @@ def decoding(layer: CompressedAttention, capacity: int, position: int, steps: in
 
 
 def prompts(layer: CompressedAttention, length: int, chunk: int) -> dict[str, Callable[[], object]]:
-    """One full pass without a cache, one prefill, and one in chunks."""
+    """Runs of one prompt: a full pass without a cache, one prefill, and a prefill in chunks."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, length, layer.config.hidden_size)), jnp.float32)
     pieces = jnp.split(x, length // chunk, axis=1)
     whole, prefill = jax.jit(lambda x: layer(x)), jax.jit(layer.prefill, donate_argnums=0)
@@ -87,7 +87,7 @@ def prompts(layer: CompressedAttention, length: int, chunk: int) -> dict[str, Ca
 
 
 def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for decoding and one for prompts."""
+    """Measure a layer type: one row for decoding and one for prompts."""
     layer = make_layer(kind, CAPACITY)
     runs = {str(position): decoding(layer, CAPACITY, position, STEPS) for position in POSITIONS}
     steps = {name: seconds / STEPS for name, seconds in interleaved(runs, rounds).items()}
@@ -108,7 +108,7 @@ def measure(kind: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a line of JSON a row, and keeps them."""
+    """Print one line of JSON per row, and keep them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--output", type=pathlib.Path, help="folder for JSON lines")

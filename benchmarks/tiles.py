@@ -1,4 +1,4 @@
-"""The picture of Splash's tiles in docs/splash.md: `python -m benchmarks.tiles docs/splash-tiles.png`."""
+"""Picture of Splash's tiles in docs/splash.md: `python -m benchmarks.tiles docs/splash-tiles.png`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EMPTY, _PARTIAL, _FULL, _SEEN = "#ffffff", "#fcd9a6", "#12365f", "#3f83cc"
 
 
 def draw(path: str) -> None:
-    """Draws the mask of a short row, its tiles coloured by what Splash makes of them."""
+    """Draw the mask of a short row, with tiles coloured by how Splash treats them."""
     layout = KeyLayout.for_shapes(ROWS, ROWS // RATIO, BLOCK, BLOCK)
     mask = HCAStaticMask(layout, WINDOW, RATIO)
     info = static_mask_info(mask, BLOCK, BLOCK)

@@ -1,11 +1,11 @@
-"""Samples text from the model that `examples/train_tiny.py` trains, token by token behind a cache.
+"""Sample text from the model that `examples/train_tiny.py` trains, token by token with a cache.
 
     python examples/train_tiny.py                       # first, a few minutes
     python examples/generate.py --prompt "A list is"    # then this, as often as you like
 
-Prompts of different lengths are one batch: each row's prompt is prefilled in one call, right-padded, and then every row
-decodes a byte a step in one compiled program, in place. Prints the texts, then tokens per second and the cache's bytes
-per token, beside those of a plain cache of every head's keys and values.
+Prompts of different lengths form one batch: all are prefilled in one right-padded call, and then every row decodes one
+byte per step in one compiled program, in place. The script prints the texts, then tokens per second and the cache's
+bytes per token, next to those of a plain cache of every head's keys and values.
 
 Needs the extra `examples`.
 """
@@ -42,9 +42,9 @@ def extend(
 
     Args:
         model: the model.
-        caches: one a layer.
+        caches: one per layer.
         tokens: bytes int32 [B, T], right-padded.
-        lengths: int32 [B], how many of the T each row has, at least one.
+        lengths: int32 [B], how many of the T tokens each row has, at least one.
     """
     x, new = model.embedding(tokens), []
     for block, cache in zip(model.blocks, caches, strict=True):
@@ -57,14 +57,14 @@ def extend(
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """Result of `Generator.generate`.
 
     Attributes:
-        tokens: bytes int32 [B, N], behind the prompts.
-        prefill_seconds: of the prompts, compiled before.
-        decode_seconds: of all steps, compiled before.
-        cache_bytes: of all rows and layers.
-        capacity: tokens a row that these have room for.
+        tokens: bytes int32 [B, N] that follow the prompts.
+        prefill_seconds: time of the prompts, without compilation.
+        decode_seconds: time of all steps, without compilation.
+        cache_bytes: size of the caches of all rows and layers.
+        capacity: number of tokens per row that the caches have room for.
     """
 
     tokens: np.ndarray
@@ -82,7 +82,7 @@ class Generator:
 
     @functools.partial(jax.jit, static_argnames="self", donate_argnames="caches")
     def prefill(self, params: Any, caches: CacheStack, tokens: jax.Array, lengths: jax.Array) -> Any:
-        """See `extend`."""
+        """Compiled `extend`, for the prompts."""
         return extend(nnx.merge(self.graph, params), caches, tokens, lengths)
 
     @functools.partial(jax.jit, static_argnames="self", donate_argnames="caches")
@@ -94,7 +94,7 @@ class Generator:
         return token, *extend(nnx.merge(self.graph, params), caches, token[:, None], ones)
 
     def generate(self, prompts: list[bytes], count: int, *, temperature: float, seed: int, quiet: bool) -> Generated:
-        """`count` bytes behind each prompt, drawn at the temperature; the likeliest at 0."""
+        """Generate `count` bytes after each prompt, sampled at the temperature, or greedily at 0."""
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), lengths.max()), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -105,7 +105,7 @@ class Generator:
             return CacheStack.init(CONFIG, batch=len(prompts), capacity=capacity)
 
         hot, keys = jnp.float32(temperature), jax.random.split(jax.random.key(seed), count)
-        # Compiled first, so that seconds are those of the work.
+        # Compile first, so that compilation is not timed.
         logits, caches = self.prefill(self.params, empty(), tokens, lengths)
         jax.block_until_ready(self.step(self.params, caches, logits, keys[0], hot))
 
@@ -121,7 +121,7 @@ class Generator:
 
 
 def load(out: pathlib.Path) -> Generator:
-    """The last checkpoint in a folder of `train_tiny`.
+    """Load the last checkpoint in an output folder of `train_tiny`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -138,10 +138,10 @@ def load(out: pathlib.Path) -> Generator:
 
 
 def report(found: Generated) -> Table:
-    """Speed and memory, beside a cache that keeps every head's keys and values of every token."""
+    """Table of speed and memory, next to a cache that keeps every head's keys and values of every token."""
     rows, count = found.tokens.shape
     plain = 2 * CONFIG.num_layers * CONFIG.num_attention_heads * CONFIG.head_dim * 4
-    table = Table("", "tokens a second", "bytes a token", "bytes a row")
+    table = Table("", "tokens per second", "bytes per token", "bytes per row")
     for column in table.columns[1:]:
         column.justify = "right"
     held = found.cache_bytes // rows
@@ -152,13 +152,13 @@ def report(found: Generated) -> Table:
 
 
 def main(argv: list[str] | None = None) -> Generated:
-    """Reads the arguments, generates, prints; returns what was generated."""
+    """Parse the arguments, generate and print; return what was generated."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--prompt", action="append", default=[], help="any number of times, one a row")
-    parser.add_argument("--bytes", type=int, default=400, help="to generate a row [%(default)s]")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_tiny"), help="of train_tiny.py")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; repeat for more rows")
+    parser.add_argument("--bytes", type=int, default=400, help="bytes to generate per row [%(default)s]")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 is greedy [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="random seed [%(default)s]")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_tiny"), help="folder of train_tiny.py")
     args = parser.parse_args(argv)
     prompts = [prompt.encode() for prompt in args.prompt or ["The ", 'The "with" statement is used to ']]
     if not all(prompts):

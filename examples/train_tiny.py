@@ -1,12 +1,12 @@
-"""Trains a byte-level language model, a sliding, a CSA and an HCA layer, on Python's own reference manual.
+"""Train a byte-level language model of a sliding, a CSA and an HCA layer on Python's own reference manual.
 
     python examples/train_tiny.py                 # trains for a few minutes on a CPU, writes into train_tiny/
     python examples/train_tiny.py --steps 2000    # goes on from the last checkpoint in train_tiny/
 
-The CSA layer's indexer has no gradient from the language model's loss, only its own. First all layers attend to all
-entries and the indexer learns to tell which of them the attention looks at (the warm-up); then the layer attends to
-those that the indexer selects. Both losses, and how many of the attention's favourite entries the indexer finds, are
-drawn in train_tiny/training.png.
+The CSA layer's indexer gets no gradient from the language model's loss, only from its own. During the warm-up all
+layers attend to all entries, and the indexer learns which of them attention gives the most weight. After it, the CSA
+layer attends to the entries that the indexer selects. Both losses and the recall of the indexer are plotted in
+train_tiny/training.png.
 
 Needs the extra `examples`.
 """
@@ -63,14 +63,14 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array, select: Any) -> tuple[jax.Array, IndexerLoss]:
-        """Activations [B, S, E] -> the same, and what the indexer learns from."""
+        """Activations [B, S, E] -> activations [B, S, E], and the indexer's loss."""
         attended, loss = self.attention(self.attention_norm(x), segment_ids, select=select, return_indexer_loss=True)
         x = x + attended
         return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))), loss
 
 
 class LanguageModel(nnx.Module):
-    """Next-byte logits."""
+    """Language model that gives next-byte logits."""
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Embed(BYTES, config.hidden_size, rngs=rngs)
@@ -87,7 +87,7 @@ class LanguageModel(nnx.Module):
         return self.head(self.norm(x)), jax.tree.map(lambda *parts: sum(parts), *losses)
 
     def indexer_recall(self, tokens: jax.Array, segment_ids: jax.Array) -> IndexerRecall:
-        """How much of what their attention looks at the layers' indexers find, all attending to all entries."""
+        """Recall of the layers' indexers, summed, with attention to all entries in every layer."""
         x, found = self.embedding(tokens), []
         for block in self.blocks:
             found.append(block.attention.indexer_recall(block.attention_norm(x), segment_ids))
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
 
 
 def load_text(row_length: int) -> tuple[Rows, Rows]:
-    """The language reference's topics, in packed rows; every tenth topic apart, to be tested on."""
+    """Load the language reference's topics as packed rows to train on, and every tenth topic as rows to test on."""
     topics = [text.encode() for _, text in sorted(TOPICS.items())]
     sets = [text for i, text in enumerate(topics) if i % 10], topics[::10]
     rows = []
@@ -119,7 +119,7 @@ def load_text(row_length: int) -> tuple[Rows, Rows]:
 
 
 def batch_rows(count: int, batch_size: int, seed: int, step: int) -> np.ndarray:
-    """Which of `count` rows a step trains on: every epoch has an order of its own, and nothing depends on the past."""
+    """Indices, below `count`, of the rows that a step trains on: each epoch is shuffled anew, from the seed alone."""
     epoch, place = divmod(step, count // batch_size)
     order = np.random.default_rng((seed, epoch)).permutation(count)
     return order[place * batch_size : (place + 1) * batch_size]
@@ -137,18 +137,18 @@ class Trainer:
 
     def __init__(self, config: AttentionConfig, learning_rate: float, seed: int) -> None:
         self.graph, params = nnx.split(LanguageModel(config, rngs=nnx.Rngs(seed)))
-        rate = optax.linear_schedule(0.0, learning_rate, 50)  # then constant: it does not depend on where training ends
+        rate = optax.linear_schedule(0.0, learning_rate, 50)  # then constant: it does not depend on when training ends
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.01))
         self.initial = {"params": params, "opt_state": self.optimizer.init(params)}
 
     @functools.partial(jax.jit, static_argnames=("self", "select"))
     def step(self, state: dict[str, Any], tokens: jax.Array, segment_ids: jax.Array, *, select: str) -> Any:
-        """The new state, and the losses before: the language model's and its indexer's."""
+        """Return the new state, and the losses before the step: the language model's and its indexer's."""
 
         def objective(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             logits, indexer = nnx.merge(self.graph, params)(tokens, segment_ids, select)
             loss = language_loss(logits, tokens, segment_ids)
-            # They share no parameters: no weight between the two is to be chosen.
+            # The losses share no parameters, so their sum needs no weights.
             return loss + indexer.mean, {"loss": loss, "indexer_loss": indexer.mean}
 
         gradients, losses = jax.grad(objective, has_aux=True)(state["params"])
@@ -157,7 +157,7 @@ class Trainer:
 
     @functools.partial(jax.jit, static_argnames=("self",))
     def test(self, params: Any, tokens: jax.Array, segment_ids: jax.Array) -> dict[str, jax.Array]:
-        """On rows not trained on: the loss with selected entries, and the indexer's loss and recall over all."""
+        """Test on held-out rows: the loss with selected entries, and the indexer's loss and recall over all entries."""
         model = nnx.merge(self.graph, params)
         logits, _ = model(tokens, segment_ids, "top_k")
         _, indexer = model(tokens, segment_ids, "all")
@@ -167,7 +167,7 @@ class Trainer:
 
 
 def chance(segment_ids: jax.Array | np.ndarray, config: AttentionConfig) -> float:
-    """The mean recall of an indexer that chooses at random."""
+    """Mean recall of an indexer that selects at random."""
     visibility = Visibility(Documents.from_segment_ids(segment_ids), config.sliding_window, config.csa_ratio)
     seen = np.asarray(visibility.entry_counts)
     return float(np.mean(config.index_topk / seen[seen > config.index_topk]))
@@ -177,10 +177,10 @@ Log = list[dict[str, float]]
 
 
 def train(args: argparse.Namespace, training: Rows, testing: Rows, console: Console) -> Log:
-    """Trains until `args.steps` have been done, from the last checkpoint on if there is one.
+    """Train up to step `args.steps`, from the last checkpoint if there is one.
 
     Returns:
-        One row a step since the first: the losses before it, and now and then what tests gave after it.
+        One row per step since the first: the losses before it and, at some steps, the test results after it.
     """
     trainer = Trainer(CONFIG, args.learning_rate, args.seed)
     test_rows = testing.at(np.arange(args.test_rows))
@@ -217,7 +217,7 @@ def restore(manager: ocp.CheckpointManager, trainer: Trainer) -> tuple[dict[str,
 
 
 def plot(log: Log, by_chance: float, warm_up: int, path: pathlib.Path) -> None:
-    """The losses of every step above, the tests of the indexer below."""
+    """Plot the losses above, and the tests of the indexer below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -248,24 +248,24 @@ def plot(log: Log, by_chance: float, warm_up: int, path: pathlib.Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> Log:
-    """Reads the arguments, trains, draws; returns the log."""
+    """Parse the arguments, train and plot; return the log."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1000, help="train until so many are done [%(default)s]")
-    parser.add_argument("--warm-up", type=int, default=300, help="first steps, with attention to all [%(default)s]")
-    parser.add_argument("--batch-size", type=int, default=4, help="rows a step [%(default)s]")
-    parser.add_argument("--row-length", type=int, default=512, help="bytes a row [%(default)s]")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="[%(default)s]")
-    parser.add_argument("--test-every", type=int, default=50, help="steps [%(default)s]")
-    parser.add_argument("--test-rows", type=int, default=16, help="[%(default)s]")
-    parser.add_argument("--save-every", type=int, default=250, help="steps [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_tiny"), help="[%(default)s]")
+    parser.add_argument("--steps", type=int, default=1000, help="steps in total, resumed ones included [%(default)s]")
+    parser.add_argument("--warm-up", type=int, default=300, help="first steps, with all entries [%(default)s]")
+    parser.add_argument("--batch-size", type=int, default=4, help="rows per step [%(default)s]")
+    parser.add_argument("--row-length", type=int, default=512, help="bytes per row [%(default)s]")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="reached after 50 steps [%(default)s]")
+    parser.add_argument("--test-every", type=int, default=50, help="steps between tests [%(default)s]")
+    parser.add_argument("--test-rows", type=int, default=16, help="rows to test on [%(default)s]")
+    parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="random seed [%(default)s]")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_tiny"), help="for output [%(default)s]")
     args = parser.parse_args(argv)
     training, testing = load_text(args.row_length)
     for name, limit in (("batch_size", len(training.tokens)), ("test_rows", len(testing.tokens))):
         if not 1 <= getattr(args, name) <= limit:
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option}: expected 1 to {limit}, as there are rows, got {getattr(args, name)}")
+            parser.error(f"{option}: expected 1 to {limit}, the number of rows, got {getattr(args, name)}")
     shortest = CONFIG.csa_ratio * (CONFIG.index_topk + 1)
     if args.row_length < 2 * shortest:  # no query would see more entries than it may select
         parser.error(f"--row-length: expected at least {2 * shortest}, got {args.row_length}")

@@ -75,3 +75,9 @@ def few_memory_maps() -> Iterator[None]:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend on the test's name alone: on neither the worker nor the order."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def unchecked_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls as a user makes them: this suite's check of annotations would speak first."""
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)

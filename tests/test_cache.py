@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from foveal import AttentionCache, AttentionConfig, CacheStack, LayerType
+from tests.support.trees import assert_equal_leaves
 
 CONFIG = AttentionConfig.tiny()
 
@@ -75,10 +76,10 @@ def test_reorder_moves_all_that_a_row_has(order):
 
 def test_lists_do_for_small_vectors(monkeypatch):
     stack = CacheStack((filled(LayerType.SLIDING), filled(LayerType.CSA)))
-    equal_leaves(stack.reset([True, False, False]), stack.reset(np.array([True, False, False])))
-    equal_leaves(stack.reorder([1, 0]), stack.reorder(np.array([1, 0])))
-    equal_leaves(stack.rollback([1, 0, 2]), stack.rollback(np.array([1, 0, 2])))
-    equal_leaves(stack.truncate([8, 0, 30]), stack.truncate(np.array([8, 0, 30])))
+    assert_equal_leaves(stack.reset([True, False, False]), stack.reset(np.array([True, False, False])))
+    assert_equal_leaves(stack.reorder([1, 0]), stack.reorder(np.array([1, 0])))
+    assert_equal_leaves(stack.rollback([1, 0, 2]), stack.rollback(np.array([1, 0, 2])))
+    assert_equal_leaves(stack.truncate([8, 0, 30]), stack.truncate(np.array([8, 0, 30])))
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)  # to annotations neither of these is an int
     traced = jax.jit(lambda s, n: s.rollback([n, 0, np.int64(1)]).truncate((9, 0, n)))(stack, 1)
     np.testing.assert_array_equal(traced.lengths, [8, 0, 29])
@@ -94,20 +95,13 @@ def test_traced_numbers_saturate_before_they_are_narrowed(monkeypatch):
     np.testing.assert_array_equal(jax.jit(lambda c, n: c.truncate(n))(cache, wide).lengths, [9, 0, 31])
 
 
-def equal_leaves(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("taken", [0, [0, 0, 0], [4, 0, 2], [1, 0, 2], [3, 0, 1]], ids=str)
 def test_truncating_to_a_length_is_rolling_back_to_it(taken):
     stack = CacheStack(tuple(filled(kind) for kind in LayerType))
     lengths = np.asarray(stack.lengths) - taken
     want = stack.rollback(taken if taken == 0 else np.array(taken))
-    equal_leaves(stack.truncate(lengths), want)
-    equal_leaves(jax.jit(lambda s, n: s.truncate(n))(stack, jnp.asarray(lengths)), want)
+    assert_equal_leaves(stack.truncate(lengths), want)
+    assert_equal_leaves(jax.jit(lambda s, n: s.truncate(n))(stack, jnp.asarray(lengths)), want)
     np.testing.assert_array_equal(want[0].undoable, np.array([4, 0, 2]) - taken)
 
 
@@ -132,7 +126,7 @@ def test_orbax_saves_a_cache_too_short_for_an_entry(capacity, max_rollback, tmp_
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "cache", stack)
         checkpointer.wait_until_finished()
-        equal_leaves(checkpointer.restore(tmp_path / "cache", jax.eval_shape(lambda: stack)), stack)
+        assert_equal_leaves(checkpointer.restore(tmp_path / "cache", jax.eval_shape(lambda: stack)), stack)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Orbax closes its event loops when the process ends
@@ -144,7 +138,7 @@ def test_a_stack_comes_back_from_orbax_as_it_was(tmp_path):
         like = jax.eval_shape(lambda: CacheStack.init(CONFIG, batch=3, capacity=40, max_rollback=4))
         restored = checkpointer.restore(tmp_path / "cache", like)
     assert isinstance(restored, CacheStack)
-    equal_leaves(restored, stack)
+    assert_equal_leaves(restored, stack)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +163,8 @@ def test_sizes_that_cannot_be(sizes, message, monkeypatch):
         (lambda c: c.reset(np.array([1, 0, 0])), r"^rows: expected bools, got int64 of shape \(3,\)"),
         (lambda c: c.reset([1, 0, 0]), r"^rows: expected bools, got \[1, 0, 0\]"),
         (lambda c: c.reset([True]), r"^rows: expected bools \[B\] = \(3,\), got shape \(1,\)"),
-        (lambda c: c.reorder([0, 3]), r"^order: expected rows of the 3 there are, got 3 at 1"),
-        (lambda c: c.reorder(np.array([-1])), r"^order: expected rows of the 3 there are, got -1 at 0"),
+        (lambda c: c.reorder([0, 3]), r"^order: expected row numbers >= 0 and < 3, got 3 at 1"),
+        (lambda c: c.reorder(np.array([-1])), r"^order: expected row numbers >= 0 and < 3, got -1 at 0"),
         (lambda c: c.reorder(np.array([0.0])), r"^order: expected integers, got float64 of shape \(1,\)"),
         (lambda c: c.reorder([True, False]), r"^order: expected integers, got \[True, False\]"),
         (lambda c: c.reorder(2), r"^order: expected integers \[B\], got 2"),

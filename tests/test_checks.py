@@ -11,13 +11,9 @@ import pytest
 
 from foveal import checks
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 ROWS = np.array([[1, 2], [3, 4]], np.int32)
-
-
-@pytest.fixture(autouse=True)
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
 
 
 def refusal(call, *args, **kwargs) -> str:
@@ -111,7 +107,7 @@ def test_arrays_of_any_maker_are_arrays(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([[1.0]], "got a list; convert it, as by jnp.asarray"),
+        ([[1.0]], "got a list; convert it with jnp.asarray"),
         (None, "got None"),
         (1.0, "got 1.0"),
         (np.ones((2, 3), int), "got int64 of shape (2, 3)"),

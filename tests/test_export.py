@@ -34,6 +34,7 @@ from foveal.aot import tracing_for
 from foveal.program import per_row, planned, platform
 from foveal.testing.numerics import assert_close
 from tests.nn.serving import CAPACITY, CONFIG, LENGTH, served, text
+from tests.support.trees import assert_equal_leaves
 
 every_layer_type = pytest.mark.parametrize("layer_type", tuple(LayerType))
 
@@ -58,12 +59,6 @@ def placeholders(tree):
     return jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), tree)
 
 
-def equal_leaves(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_every_pytree_comes_back():
     layer = served(LayerType.CSA).layer
     documents = Documents.from_segment_ids(np.array([[1, 1, 1, 1, 2, 2, 0, 0]]), alignment=4)
@@ -80,7 +75,7 @@ def test_every_pytree_comes_back():
         "recall": IndexerRecall(jnp.float32(4), jnp.float32(5)),
     }
     read = export.deserialize(export.export(jax.jit(lambda trees: trees))(placeholders(trees)).serialize())
-    equal_leaves(read.call(trees), trees)
+    assert_equal_leaves(read.call(trees), trees)
 
 
 def test_names_and_static_fields_are_kept_as_they_were_first_written():
@@ -134,7 +129,7 @@ def test_decoding_comes_back_in_another_process(tmp_path):
     source, target = tmp_path / "programs", tmp_path / "results"
     source.write_bytes(pickle.dumps((programs, args)))
     subprocess.run([sys.executable, "-c", LOAD, source, target], check=True, env=os.environ)
-    equal_leaves(pickle.loads(target.read_bytes()), jax.tree.map(np.asarray, want))
+    assert_equal_leaves(pickle.loads(target.read_bytes()), jax.tree.map(np.asarray, want))
 
 
 @every_layer_type
@@ -178,7 +173,7 @@ def test_a_symbolic_length_is_refused(layer_type, s):
         (layer.decode, (cache, of(2, s, 64))),
         (lambda x: layer.indexer_recall(x).found, (of(2, s, 64),)),
     ):
-        with pytest.raises(NotImplementedError, match=r"^x: .* expected a static S, got \(2, s, 64\); export one for"):
+        with pytest.raises(NotImplementedError, match=r"^x: expected a static S, got \(2, s, 64\); export one program"):
             export.export(jax.jit(call))(*args)
 
 
@@ -190,7 +185,7 @@ def test_a_symbolic_length_of_an_op_is_refused(s):
         return WindowLayout.of(Documents.from_segment_ids(ids), 4).valid
 
     for call, args in ((attention, (of(1, s, 2, 8), of(1, s, 8))), (layout, (of(1, s, dtype=jnp.int32),))):
-        with pytest.raises(NotImplementedError, match=r"^documents: .* expected a static S, got \(1, s\); export one"):
+        with pytest.raises(NotImplementedError, match=r"^documents: expected a static S, got \(1, s\); export one"):
             export.export(jax.jit(call))(*args)
 
 

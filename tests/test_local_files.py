@@ -65,7 +65,7 @@ def test_a_pickle_is_called_one(tmp_path: pathlib.Path) -> None:
         with pytest.raises(CheckpointError) as raised:
             load_attention(tmp_path / name, AttentionConfig.tiny())
         assert raised.value.problems == (
-            "expected a safetensors file, got a pickle of PyTorch's, which is not opened; "
+            "expected a safetensors file, got a PyTorch pickle, which is not opened; "
             "`hf download ORG/NAME` fetches safetensors files",
         )
 

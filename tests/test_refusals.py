@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,6 +21,8 @@ from foveal import (
     WindowLayout,
 )
 from foveal.nn.parameters import Numerics
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 B, S, H, D, E, W, M, K = 2, 8, 2, 4, 64, 4, 2, 2
 C = S // M
@@ -178,12 +179,6 @@ REFUSED = {
 REFUSED["core_attention"]["return_lse"] = ["no", 1, None]
 REFUSED["explain"] = {name: values for name, values in REFUSED["core_attention"].items() if name != "return_lse"}
 CASES = [(call, name) for call, names in REFUSED.items() for name in names]
-
-
-@pytest.fixture(autouse=True)
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize(("call", "name"), CASES, ids=[".".join(case) for case in CASES])

@@ -1,4 +1,4 @@
-"""`python -m foveal`, where no `foveal` is on the path."""
+"""Entry point of `python -m foveal`, for where no `foveal` command is on the path."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""What the TPU compiler makes of a program, on a machine that has no TPU.
+"""Ahead-of-time compilation for TPUs, on a machine that has none.
 
-The compiler is the real one, from the package `libtpu`: its verdicts and memory plans are those that hold on the
-device. It gives no times.
+The compiler is the real one, from the package `libtpu`: its verdicts and memory plans are those of the device. It gives
+no run times.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of TPU.
+    """A TPU generation to compile for.
 
     Attributes:
-        name: as the vendor has it.
-        topologies: the compiler's name of a topology by its number of chips, ascending.
-        memory_bytes: of HBM a chip.
-        bytes_per_second: of HBM.
-        operations_per_second: bfloat16 matmul peak of a chip.
+        name: the vendor's name.
+        topologies: the compiler's name of a topology, by its number of chips, ascending.
+        memory_bytes: HBM per chip.
+        bytes_per_second: HBM bandwidth per chip.
+        operations_per_second: bfloat16 matmul peak per chip.
     """
 
     name: str
@@ -67,17 +67,17 @@ TARGETS: dict[str, Target] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What came of compiling a program; bytes are those of one device.
+    """The result of compiling a program; bytes are per device.
 
     Attributes:
-        verdict: "compiles", or what was too small or went wrong: "HBM", "VMEM", "SMEM" or "error".
-        message: the compiler's own first words where it refused.
+        verdict: "compiles", the memory that was too small ("HBM", "VMEM" or "SMEM"), or "error".
+        message: the beginning of the compiler's message if it failed.
         lower_seconds: CPU seconds of tracing and lowering, on the host.
         compile_seconds: CPU seconds of the compiler.
-        argument_bytes: of the arguments.
-        output_bytes: of the results.
-        temporary_bytes: of everything in between at its peak.
-        alias_bytes: of arguments that results take the place of.
+        argument_bytes: size of the arguments.
+        output_bytes: size of the results.
+        temporary_bytes: peak size of everything in between.
+        alias_bytes: size of the donated arguments, whose memory results reuse.
     """
 
     verdict: str
@@ -91,7 +91,7 @@ class CompileReport:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Arguments, results and temporaries together; None where it did not compile."""
+        """Bytes of arguments, results and temporaries together, reused ones once; None if it did not compile."""
         parts = (self.argument_bytes, self.output_bytes, self.temporary_bytes)
         if self.alias_bytes is None or any(part is None for part in parts):
             return None
@@ -99,7 +99,7 @@ class CompileReport:
 
 
 def device_mesh(target: str, axes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh of TPUs that are not here, with Auto axes, to compile for.
+    """Return a mesh of TPUs to compile for, with Auto axes. The devices need not be present.
 
     Args:
         target: a name in `TARGETS`.
@@ -126,17 +126,17 @@ def device_mesh(target: str, axes: Mapping[str, int] | None = None) -> Mesh:
 
 @contextlib.contextmanager
 def tracing_for(platform: str) -> Iterator[None]:
-    """A context within which programs are traced for a platform that need not be here, as `jax.export` can lower them.
+    """Return a context in which programs are traced for a platform that need not be present, for `jax.export`.
 
         with foveal.aot.tracing_for("tpu"):
             exported = jax.export.export(jax.jit(layer), platforms=["tpu"], disabled_checks=[layout])(x)
 
-    Programs for TPUs say how some arrays lie in memory, by a custom call that JAX will export if told so: `layout` is
-    `jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")`. What is set here is a mesh of one device of that
-    platform; for several set one of yours, as from `device_mesh`.
+    Programs for TPUs constrain the layout of some arrays by a custom call, which JAX exports only if told so: `layout`
+    is `jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")`. The context sets a mesh of one device of the
+    platform; for several devices set your own mesh, for instance from `device_mesh`.
 
     Args:
-        platform: as `jax.export` has it: "cpu", "tpu", "cuda" or "rocm"; "gpu" for either of the latter.
+        platform: its name in `jax.export`: "cpu", "tpu", "cuda" or "rocm"; "gpu" for either of the latter.
 
     Raises:
         ValueError: another platform.
@@ -157,20 +157,20 @@ def compile_report(
     mesh: Mesh | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> CompileReport:
-    """Compiles a function for TPUs that are not here, and says what came of it.
+    """Compile a function for TPUs that need not be present, and report the result.
 
     Args:
-        function: what to compile. A jitted one is taken as it is; any other is jitted, and the compiler may then
-            choose the layouts of its arguments and results, as it does for what stands within a larger program.
+        function: the function to compile. A jitted one is taken as it is; any other is jitted, and the compiler may
+            then choose the layouts of its arguments and results, as it does within a larger program.
         args: pytrees of arrays or `jax.ShapeDtypeStruct`s; nothing is computed. Those without a sharding on `mesh` are
             replicated over it.
         target: a name in `TARGETS`; not needed with `mesh`.
         mesh: from `device_mesh`, where arguments are to be sharded.
-        compiler_options: of XLA, by name, as `jax.jit` takes them.
+        compiler_options: options of XLA by name, as `jax.jit` takes them.
 
     Returns:
-        The report. A program that is too large is a verdict, not an exception; some mistakes of kernels make the
-        compiler end the whole process, so that callers with doubts run this in one of its own.
+        The report. A program that is too large is a verdict, not an exception. Some mistakes in kernels make the
+        compiler abort the whole process; callers in doubt should call this in a process of its own.
 
     Raises:
         ValueError, ModuleNotFoundError: as `device_mesh`; and whatever tracing the function raises.
@@ -189,7 +189,7 @@ def compile_report(
             return CompileReport(verdict, message, lowering, time.process_time() - start)
         compiling = time.process_time() - start
     memory = compiled.memory_analysis()
-    assert memory is not None  # the TPU compiler has a plan of everything
+    assert memory is not None  # the TPU compiler always has a memory plan
     return CompileReport(
         "compiles",
         "",
@@ -203,7 +203,7 @@ def compile_report(
 
 
 def _placed(function: Any, args: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """A jitted function, and shapes of its arguments that lie on the mesh."""
+    """Return a jitted function, and the shapes of its arguments with shardings on the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def placed(array: Any) -> jax.ShapeDtypeStruct:
@@ -223,7 +223,7 @@ def _placed(function: Any, args: Any, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _refusal(error: str) -> tuple[str, str]:
-    """Which memory was too small, and the compiler's first words."""
+    """Return the memory that was too small, else "error", and the beginning of the compiler's message."""
     message = " ".join(error.split())
     found = re.search(r"memory space (hbm|vmem|smem)|(Hbm|Vmem|Smem)Oom|(smem|vmem|hbm)", message, re.I)
     kind = "error"

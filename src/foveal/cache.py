@@ -1,4 +1,4 @@
-"""The decode state of a layer: what a token that comes later needs of those that came before."""
+"""The decode state of a layer: what later tokens need of earlier ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from foveal.typing import Array, Bool, DTypeLike, Float, Int, Int32, Size, accum
 
 
 class CompressorState(NamedTuple):
-    """What a compressor keeps: all entries so far, and the last tokens' projections, of which entries will be made.
+    """State of a compressor: all entries so far, and the last tokens' projections, to make further entries of.
 
     Attributes:
-        entries: [B, C, D] in the layer's dtype, by slot; C >= 1, be there a window that fits the capacity or not.
-        kv: values [B, P, F] of the last P tokens in float32, a ring: position p is in row p % P.
-        gate: their gates, the same.
+        entries: [B, C, D] in the layer's dtype, by slot; C >= 1, even where the capacity is less than a window.
+        kv: values of the last P tokens, [B, P, F] in float32, a ring buffer: position p is in row p % P.
+        gate: gates of the same tokens, stored alike.
     """
 
     entries: Float[Array, "B C D"]
@@ -38,20 +38,20 @@ class AttentionCache:
     """The decode state of one layer for B rows, each a sequence of its own length. A pytree of static shapes.
 
     Build it with `init` or `CompressedAttention.init_cache`; `CompressedAttention.prefill` and `decode` return it with
-    tokens appended. What a row holds is said by its length alone: whatever stands in the arrays beyond it, NaN
-    included, changes nothing. DeepSeek-V4 technical report, arXiv 2606.19348, section 3.5.1.
+    tokens appended. A row's length alone says what the row holds: array contents beyond it, NaN included, have no
+    effect. DeepSeek-V4 technical report, arXiv 2606.19348, section 3.5.1.
 
     Attributes:
-        lengths: int32 [B], tokens of each row.
+        lengths: int32 [B], number of tokens in each row.
         undoable: int32 [B], how many of them `rollback` and `truncate` can still take back.
-        window: raw keys [B, W + max_rollback, D], a ring: position p is in row p % (W + max_rollback).
+        window: raw keys [B, W + max_rollback, D], a ring buffer: position p is in row p % (W + max_rollback).
         compressor: the compressor's state; None in a sliding layer.
-        indexer: the indexer's, whose entries are its keys; None but in a CSA layer.
-        capacity: tokens that a row can hold. Static.
-        max_rollback: how many tokens can be taken back at once. Static.
+        indexer: the indexer's state, whose entries are the index keys; None except in a CSA layer.
+        capacity: maximum number of tokens per row. Static.
+        max_rollback: maximum number of tokens that can be taken back at once. Static.
     """
 
-    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+    __no_type_check__ = True  # JAX also builds pytrees of placeholders, which do not match the annotations
 
     lengths: Int32[Array, " B"]
     undoable: Int32[Array, " B"]
@@ -72,15 +72,15 @@ class AttentionCache:
         max_rollback: int = 0,
         dtype: DTypeLike = jnp.float32,
     ) -> AttentionCache:
-        """An empty cache.
+        """Create an empty cache.
 
         Args:
             config: sizes.
-            layer_type: of the layer.
+            layer_type: type of the layer.
             batch: B; may be a symbolic dimension of `jax.export`.
-            capacity: tokens that a row can hold, prompt included.
-            max_rollback: how many tokens `rollback` and `truncate` must be able to take back at once: as many as are
-                drafted and may be refused. Each costs a raw key, and what a compressor and an indexer project of it.
+            capacity: maximum number of tokens per row, prompt included.
+            max_rollback: number of tokens that `rollback` and `truncate` must be able to take back at once: as many as
+                may be drafted and rejected. Each takes room for a raw key and its compressor and indexer projections.
             dtype: the layer's.
 
         Raises:
@@ -99,10 +99,10 @@ class AttentionCache:
         wide, rows = accumulation_dtype(dtype), window_halo(layer.compress_ratio, overlap=layer.overlap) + 1
 
         def state(width: int) -> CompressorState:
-            # Two arrays, not one twice: each must be its own to be donated.
+            # Two arrays, not the same one twice: donation needs distinct buffers.
             projected = (batch, rows + max_rollback, layer.projections * width)
             kv, gate = (jnp.zeros(projected, wide) for _ in range(2))
-            slots = max(capacity // layer.compress_ratio, 1)  # Orbax saves no empty array: one that nothing ever fills
+            slots = max(capacity // layer.compress_ratio, 1)  # Orbax saves no empty array: at least one slot
             return CompressorState(jnp.zeros((batch, slots, width), dtype), kv, gate)
 
         return cls(
@@ -117,16 +117,16 @@ class AttentionCache:
 
     @property
     def batch(self) -> Size:
-        """B."""
+        """Number of rows, B."""
         return self.lengths.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, B rows together; of `jax.eval_shape`'s placeholders too."""
+        """Bytes of all arrays, all B rows together; also for placeholders from `jax.eval_shape`."""
         return sum(self.bytes_by_part().values())
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of window, entries, index_keys, compressor_state, indexer_state, lengths; 0 for what there is not."""
+        """Bytes of window, entries, index_keys, compressor_state, indexer_state, lengths; 0 for absent ones."""
         entries, *state = self.compressor or (None,)
         index_keys, *indexer_state = self.indexer or (None,)
         parts = {
@@ -144,9 +144,9 @@ class AttentionCache:
 
     @any_mesh(keep="self")
     def reset(self, rows: Bool[Array, " B"] | np.ndarray | Sequence[bool] | None = None) -> AttentionCache:
-        """Rows made empty, for new sequences: all, or those where `rows`, bool [B], is True.
+        """Return the cache with rows emptied for new sequences: all, or those where `rows`, bool [B], is True.
 
-        Only lengths change. What the arrays held stays there until it is overwritten, and nothing reads it.
+        Only lengths change. Old array contents stay until they are overwritten, and nothing reads them.
 
         Raises:
             ValueError: `rows` is not bool [B].
@@ -159,30 +159,30 @@ class AttentionCache:
 
     @any_mesh(keep="self")
     def reorder(self, order: Int[Array, " rows"] | np.ndarray | Sequence[int]) -> AttentionCache:
-        """The rows `order`, integers [N], in that order: left out, repeated (beam search) or moved.
+        """Return the rows `order`, integers [N], in that order: dropped, repeated (beam search) or moved.
 
         Raises:
-            ValueError: `order` is not integers [N], or, where it is concrete, names a row that there is not. A traced
-                one is clipped to the rows there are.
+            ValueError: `order` is not integers [N], or, where it is concrete, has a row number out of range. Traced
+                numbers are clipped into range.
         """
         index, concrete = as_lengths("order", order, None)
-        require("order", concrete, lambda a: (a >= 0) & (a < self.batch), f"rows of the {self.batch} there are")
+        require("order", concrete, lambda a: (a >= 0) & (a < self.batch), f"row numbers >= 0 and < {self.batch}")
         return jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), self)
 
     @any_mesh(keep="self")
     def rollback(self, count: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> AttentionCache:
-        """The cache before its last `count` tokens: as if they had never been, exactly.
+        """Return the cache without its last `count` tokens, exactly as if they had never been appended.
 
-        The tokens counted are those that the cache holds. Of drafted ones some may have found no room, where lengths
-        were traced: then only `truncate` knows what to keep.
+        Only tokens that the cache holds are counted. Where lengths were traced, some drafted tokens may not have fit:
+        use `truncate` then, which says what to keep.
 
         Args:
-            count: how many, one for all rows or integers [B], each at most the row's `undoable`, which every appended
-                token raises by one, up to `max_rollback`, and every token taken back lowers by one.
+            count: one integer for all rows or integers [B], each at most the row's `undoable`. Every appended token
+                raises that by one, up to `max_rollback`, and every token taken back lowers it by one.
 
         Raises:
-            ValueError: not such a number or, where it and the cache are concrete, negative or more than can be taken
-                back. Where one is traced, rows go back as far as they can.
+            ValueError: `count` is not an integer or integers [B] or, where it and the cache are concrete, is negative
+                or more than can be taken back. Where either is traced, rows go back as far as they can.
         """
         back, concrete = as_lengths("count", count, self.batch, or_one=True)
         require("count", concrete, lambda a: a >= 0, "no negative number")
@@ -194,17 +194,17 @@ class AttentionCache:
 
     @any_mesh(keep="self")
     def truncate(self, lengths: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> AttentionCache:
-        """The cache with at most so many tokens a row: as if those after them had never been, exactly.
+        """Return the cache with at most `lengths` tokens per row, exactly as if later ones had never been appended.
 
-        After drafting it is `truncate(lengths before + accepted)`, whether or not all the drafted tokens found room.
+        After drafting, call `truncate(lengths before + accepted)`, whether or not all the drafted tokens fit.
 
         Args:
-            lengths: tokens to keep, one number for all rows or integers [B]: at most the row's length, and at least
-                its length less its `undoable`.
+            lengths: tokens to keep, one integer for all rows or integers [B]: at most the row's length, and at least
+                its length minus its `undoable`.
 
         Raises:
-            ValueError: not such a number or, where it and the cache are concrete, more than the row has or fewer than
-                it can go back to. Where one is traced, rows come as near as they can.
+            ValueError: `lengths` is not an integer or integers [B] or, where it and the cache are concrete, is more
+                than a row has or fewer than it can go back to. Where either is traced, rows come as near as they can.
         """
         kept, concrete = as_lengths("lengths", lengths, self.batch, or_one=True)
         require("lengths", concrete, lambda a: a >= 0, "no negative number")
@@ -217,21 +217,21 @@ class AttentionCache:
         return self._taken_back(self.lengths - jnp.maximum(kept, 0))
 
     def _taken_back(self, count: Int32[Array, "*B"]) -> AttentionCache:
-        """Without the last `count` tokens, as far as can be."""
+        """The cache without its last `count` tokens, or as many of them as can be taken back."""
         count = jnp.clip(count, 0, self.undoable)
         return dataclasses.replace(self, lengths=self.lengths - count, undoable=self.undoable - count)
 
     @any_mesh(like="self", dims=1)
     def recent_keys(self, count: int) -> Float[Array, "B T D"]:
-        """The last `count` raw keys of each row, [B, count, D]; anything where a row has fewer.
+        """The last `count` raw keys of each row, [B, count, D]; arbitrary where a row has fewer.
 
         Raises:
-            ValueError: `count` not an int from 0 to the sliding window: no more are kept for certain.
+            ValueError: `count` is not an int from 0 to the sliding window; the cache may not have kept more.
         """
         return self.last_keys(as_int("count", count, 0, self.window.shape[1] - self.max_rollback))
 
     def last_keys(self, count: int) -> Array:
-        """`recent_keys`, for a count that was checked."""
+        """`recent_keys` for a checked count."""
         return _recent(self.window, self.lengths, count)
 
     def extended(
@@ -241,13 +241,13 @@ class AttentionCache:
         compressor: CompressorState | None,
         indexer: CompressorState | None,
     ) -> AttentionCache:
-        """With `counts` tokens more a row, the first of T: their raw keys and the states after them (`extended_state`).
+        """Append the first `counts` of T tokens to each row: raw keys, and the states after them (`extended_state`).
 
         Args:
             counts: int32 [B], each at most T and at most what the row has room for.
             kv: raw keys after RoPE, [B, T, D].
-            compressor: the compressor's state.
-            indexer: the indexer's.
+            compressor: the compressor's new state, or None.
+            indexer: the indexer's new state, or None.
         """
         return dataclasses.replace(
             self,
@@ -260,7 +260,7 @@ class AttentionCache:
 
 
 def check_cache(cache: object, config: AttentionConfig, layer: LayerSpec, batch: Size, dtype: DTypeLike) -> None:
-    """Raises ValueError unless a cache is one of such a layer, for so many rows."""
+    """Raise ValueError unless `cache` is one of this layer, for `batch` rows and this dtype."""
     if not isinstance(cache, AttentionCache):
         raise ValueError(f"cache: expected an AttentionCache, got {type(cache).__name__}")
     for name in ("capacity", "max_rollback"):
@@ -270,10 +270,10 @@ def check_cache(cache: object, config: AttentionConfig, layer: LayerSpec, batch:
     kind = layer.layer_type.value
     for part in ("compressor", "indexer"):
         if (getattr(cache, part) is None) != (getattr(expected, part) is None):
-            has = "none" if getattr(cache, part) is None else "one"
+            has = "without" if getattr(cache, part) is None else "with"
             raise ValueError(
-                f"cache: expected one that this {kind} layer's init_cache makes, got one of another layer type: it has "
-                f"{has} of a {part}'s states"
+                f"cache: expected one that this {kind} layer's init_cache makes, got one of another layer type, "
+                f"{has} {part} state"
             )
     leaves = jax.tree_util.tree_leaves_with_path
     wanted, got = (
@@ -291,9 +291,9 @@ def check_cache(cache: object, config: AttentionConfig, layer: LayerSpec, batch:
 def counts_of(
     cache: AttentionCache, x: Float[Array, "B T E"], lengths: Int[Array, " B"] | np.ndarray | Sequence[int] | None
 ) -> Int32[Array, " B"]:
-    """How many of the T tokens each row gets, int32 [B]; checked where known, else no more than fit."""
+    """Tokens that each row gets of T, int32 [B]; checked where they are concrete, else limited to what fits."""
     batch, size, _ = x.shape
-    if lengths is None:  # of a symbolic batch there are no values to look at
+    if lengths is None:  # a symbolic batch has no concrete values
         lengths = (np if isinstance(batch, int) else jnp).full((batch,), size, np.int32)
     counts, values = as_lengths("lengths", lengths, batch)
     require("lengths", values, lambda a: (a >= 0) & (a <= size), f"0 to {size}, the tokens of x")
@@ -312,7 +312,7 @@ def with_history(
     kv: Float[Array, "B T F"],
     gate: Float[Array, "B T F"],
 ) -> tuple[Float[Array, "B rows F"], Float[Array, "B rows F"]]:
-    """Projected tokens with the last `history` earlier ones before them: values and gates, [B, history + T, F]."""
+    """Prepend the last `history` earlier tokens to projected ones: values and gates, [B, history + T, F]."""
 
     def joined(ring: Array, new: Array) -> Array:
         return jnp.concatenate([_recent(ring, lengths, history).astype(new.dtype), new], axis=1)
@@ -329,9 +329,9 @@ def extended_state(
     slots: Int32[Array, "B windows"],
     entries: Float[Array, "B windows D"],
 ) -> CompressorState:
-    """The state with new tokens, and the entries of the windows that they complete, each in its slot.
+    """The state with new tokens, and with the entries of the windows that they complete, each in its slot.
 
-    Slots past the end, `WindowLayout.entry_slots` gives them to windows that are not complete, take none.
+    Entries with slots past the end are dropped; `WindowLayout.entry_slots` gives such slots to incomplete windows.
     """
     return CompressorState(
         _put(state.entries, slots, entries),
@@ -341,16 +341,16 @@ def extended_state(
 
 
 def _recent(ring: Array, lengths: Array, count: int) -> Array:
-    """[B, count, F]: the rows of positions [length - count, length); anything for those below 0."""
+    """Rows of positions [length - count, length), [B, count, F]; arbitrary for positions below 0."""
     row = jnp.mod(lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None], ring.shape[1])
     return jnp.take_along_axis(ring, row[:, :, None], axis=1, mode="promise_in_bounds")
 
 
 def _pushed(ring: Array, rows: Array, lengths: Array, counts: Array) -> Array:
-    """The ring with the first `counts` of T rows behind `lengths` earlier ones; in place under jit."""
+    """Append the first `counts` of T rows to a ring after `lengths` earlier ones; in place under jit."""
     size = ring.shape[1]
     index = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32)[None], rows.shape[:2])
-    if rows.shape[1] > size:  # of so many only the last stay
+    if rows.shape[1] > size:  # only the last `size` of them stay
         first = jnp.clip(counts - size, 0, rows.shape[1] - size)
         index = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         rows = jnp.take_along_axis(rows, index[:, :, None], axis=1, mode="promise_in_bounds")
@@ -359,7 +359,7 @@ def _pushed(ring: Array, rows: Array, lengths: Array, counts: Array) -> Array:
 
 
 def _put(array: Array, index: Array, rows: Array) -> Array:
-    """`array` [B, N, F] with rows [B, T, F] at index [B, T], dropped where that is past the end; none comes twice.
+    """Scatter rows [B, T, F] into `array` [B, N, F] at unique index [B, T]; those past the end are dropped.
 
     Mapped over the batch, so that it stays sharded.
     """

@@ -21,7 +21,7 @@ class CacheStack:
     """The caches of several layers, whose rows are the same sequences. A pytree; indexes and iterates like a tuple.
 
     Attributes:
-        layers: one cache a layer.
+        layers: one cache per layer.
     """
 
     layers: tuple[AttentionCache, ...]
@@ -36,7 +36,7 @@ class CacheStack:
         max_rollback: int = 0,
         dtype: DTypeLike = jnp.float32,
     ) -> CacheStack:
-        """Empty caches for every layer of `config`; see `AttentionCache.init`.
+        """Create empty caches for every layer of `config`; see `AttentionCache.init`.
 
         Raises:
             ValueError: as `AttentionCache.init`.
@@ -55,7 +55,7 @@ class CacheStack:
 
     @property
     def lengths(self) -> Int32[Array, " B"]:
-        """int32 [B], tokens of each row."""
+        """Number of tokens in each row, int32 [B]."""
         return self.layers[0].lengths
 
     @property
@@ -64,22 +64,22 @@ class CacheStack:
         return sum(cache.nbytes for cache in self.layers)
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of each part (see `AttentionCache.bytes_by_part`), all layers together."""
+        """Bytes of each part (see `AttentionCache.bytes_by_part`), summed over layers."""
         each = [cache.bytes_by_part() for cache in self.layers]
         return {name: sum(parts[name] for parts in each) for name in each[0]}
 
     def reset(self, rows: Bool[Array, " B"] | np.ndarray | Sequence[bool] | None = None) -> CacheStack:
-        """`AttentionCache.reset` of every layer."""
+        """Apply `AttentionCache.reset` to every layer."""
         return CacheStack(tuple(cache.reset(rows) for cache in self.layers))
 
     def reorder(self, order: Int[Array, " rows"] | np.ndarray | Sequence[int]) -> CacheStack:
-        """`AttentionCache.reorder` of every layer."""
+        """Apply `AttentionCache.reorder` to every layer."""
         return CacheStack(tuple(cache.reorder(order) for cache in self.layers))
 
     def rollback(self, count: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> CacheStack:
-        """`AttentionCache.rollback` of every layer."""
+        """Apply `AttentionCache.rollback` to every layer."""
         return CacheStack(tuple(cache.rollback(count) for cache in self.layers))
 
     def truncate(self, lengths: int | Int[Array, "*B"] | np.ndarray | Sequence[int]) -> CacheStack:
-        """`AttentionCache.truncate` of every layer."""
+        """Apply `AttentionCache.truncate` to every layer."""
         return CacheStack(tuple(cache.truncate(lengths) for cache in self.layers))

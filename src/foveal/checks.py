@@ -1,8 +1,7 @@
-"""One rule for what an argument must be: each check gives the argument in its plain form, or raises a ValueError.
+"""Checks of arguments: each returns the argument in a plain form, or raises a ValueError.
 
-Messages read "name: expected ..., got ..." and tell an array's dtype and shape, never its values. Shapes and dtypes are
-checked always, values where they are concrete. JAX is imported by the functions that take arrays, so that
-`foveal.config` needs none.
+Messages read "name: expected ..., got ..." and show an array by its dtype and shape. Shapes and dtypes are always
+checked, values where they are concrete. Functions that take arrays import JAX, so that `foveal.config` need not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PLAIN = (type(None), bool, numbers.Number, str, bytes, list, tuple, dict, set, 
 
 
 def described(value: object) -> str:
-    """The value as an error message shows it: an array's dtype and shape, a plain value cut short, or a type."""
+    """Describe a value for an error message: an array's dtype and shape, a plain value cut short, or a type."""
     if isinstance(value, np.generic):
         return repr(value.item())
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -36,7 +35,7 @@ def described(value: object) -> str:
 
 
 def as_int(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Python's or NumPy's int as Python's. A bool is none: to Python it is, but `o_groups=True` is a mistake."""
+    """Return a Python or NumPy int as a Python int. Bools are refused: `o_groups=True` is a mistake."""
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         number = int(value)
         if (minimum is None or number >= minimum) and (maximum is None or number <= maximum):
@@ -46,28 +45,27 @@ def as_int(name: str, value: object, minimum: int | None = None, maximum: int | 
 
 
 def as_size(name: str, value: Any, minimum: int = 0, maximum: int | None = None) -> Size:
-    """The size of an axis: an int, or a symbolic dimension of `jax.export`, which stands for any that fits."""
+    """Return the size of an axis: an int, or a symbolic dimension of `jax.export`, which stands for any valid size."""
     from jax.export import is_symbolic_dim
 
     return value if is_symbolic_dim(value) else as_int(name, value, minimum, maximum)
 
 
 def require_static_length(name: str, array: Any) -> None:
-    """Raises NotImplementedError for an array [B, S, ...] whose S is a symbolic dimension of `jax.export`."""
+    """Raise NotImplementedError for an array [B, S, ...] whose S is a symbolic dimension of `jax.export`."""
     from jax.export import is_symbolic_dim
 
     shape = getattr(array, "shape", ())
     if len(shape) > 1 and is_symbolic_dim(shape[1]):
         raise NotImplementedError(
-            f"{name}: a program is cut for one length: expected a static S, got {shape}; export one for each length "
-            "(B may be symbolic)"
+            f"{name}: expected a static S, got {shape}; export one program for each length (B may be symbolic)"
         )
 
 
 def as_float(
     name: str, value: object, bound: str = "", minimum: float = -math.inf, *, inclusive: bool = False
 ) -> float:
-    """A finite real number above `minimum`, or at it if `inclusive`; `bound` says so in the message."""
+    """Return a finite real number above `minimum`, or at it if `inclusive`; `bound` states this in the message."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
@@ -79,19 +77,19 @@ def as_float(
 
 
 def as_scale(scale: object, dim: int) -> float:
-    """The factor of the logits: a finite number, or `dim` ** -0.5 for None."""
+    """Return the scale of the logits: a finite number, or `dim` ** -0.5 for None."""
     return dim**-0.5 if scale is None else as_float("scale", scale)
 
 
 def as_bool(name: str, value: object) -> bool:
-    """Python's or NumPy's bool as Python's."""
+    """Return a Python or NumPy bool as a Python bool."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise ValueError(f"{name}: expected a bool, got {described(value)}")
 
 
 def as_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """One of some words."""
+    """Return `value` if it is one of the words in `choices`."""
     if isinstance(value, str) and value in choices:
         return value
     words = " or ".join(f'"{choice}"' for choice in choices)
@@ -99,12 +97,12 @@ def as_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def as_dtype(name: str, dtype: DTypeLike) -> Any:
-    """One of `jax.numpy`'s scalar types, whatever the dtype was spelled like: modules of one dtype have one graph."""
+    """Return a dtype, however spelled, as a `jax.numpy` scalar type: modules of one dtype then have equal graphs."""
     import jax
     import jax.numpy as jnp
 
     try:
-        # NumPy takes None for float64, and Python's float, which is JAX's default float.
+        # NumPy reads None and Python's float as float64; here None is refused and float is JAX's default float.
         kind = None if dtype is None else (jnp.result_type(float) if dtype is float else jnp.dtype(dtype)).name
     except TypeError:
         kind = None
@@ -115,7 +113,7 @@ def as_dtype(name: str, dtype: DTypeLike) -> Any:
 
 
 def as_precision(precision: Precision) -> Precision:
-    """A precision that `jax.lax.dot_general` accepts, unchanged."""
+    """Return, unchanged, a precision that `jax.lax.dot_general` accepts."""
     import jax
 
     def known(value: Any) -> bool:
@@ -135,14 +133,14 @@ def as_precision(precision: Precision) -> Precision:
 
 
 def as_array(name: str, value: object, axes: str, sizes: tuple[Size | None, ...] = (), *, kind: str = "floats") -> Any:
-    """An array, a tracer or a `jax.ShapeDtypeStruct` of the wanted shape and dtype; NumPy's become JAX's.
+    """Return an array, tracer or `jax.ShapeDtypeStruct` of the wanted shape and dtype; NumPy arrays become JAX's.
 
     Args:
-        name: of the argument.
-        value: what came.
-        axes: a letter an axis, "B S E"; "B S *" leaves it open how many more there are.
-        sizes: the size of each axis, from the first on; None for any.
-        kind: "floats" (`FLOATS`), "integers", "bools" or "values", which are any of them.
+        name: name of the argument, for messages.
+        value: the argument.
+        axes: one letter per axis, "B S E"; "B S *" allows any number of further axes.
+        sizes: sizes of the leading axes; None for any.
+        kind: "floats" (`FLOATS`), "integers", "bools", or "values" for any of these.
     """
     shape, dtype, rank = getattr(value, "shape", None), getattr(value, "dtype", None), len(axes.split())
     fits = False
@@ -153,29 +151,29 @@ def as_array(name: str, value: object, axes: str, sizes: tuple[Size | None, ...]
         return _as_jax(value)
     got = described(value)
     if isinstance(value, list | tuple):
-        got = f"a {type(value).__name__}; convert it, as by jnp.asarray"
+        got = f"a {type(value).__name__}; convert it with jnp.asarray"
     raise ValueError(f"{name}: expected {_wanted(axes.split(), sizes, kind)}, got {got}")
 
 
 def as_hidden_states(x: Any, width: int) -> Any:
-    """Floats [B, S, E] of a width; NotImplementedError for a symbolic S."""
+    """Return hidden states, floats [B, S, E] with E = `width`; raise NotImplementedError for a symbolic S."""
     require_static_length("x", x)
     return as_array("x", x, "B S E", (None, None, width))
 
 
 def as_indices(name: str, value: object, rows: tuple[Size, Size]) -> Any:
-    """Integers [B, S, K]: slots for each of the (B, S) queries."""
+    """Return integers [B, S, K]: slots for each of the (B, S) queries."""
     return as_array(name, value, "B S K", rows, kind="integers")
 
 
 def same_shape(name: str, array: Any, other_name: str, other: Any) -> None:
-    """Raises ValueError unless both arrays have one shape."""
+    """Raise ValueError unless both arrays have the same shape."""
     if array.shape != other.shape:
         raise ValueError(f"{name}: expected {other_name}'s shape {other.shape}, got {array.shape}")
 
 
 def same_dtype(name: str, array: Any, other_name: str, other: Any) -> None:
-    """Raises ValueError unless both arrays have one dtype."""
+    """Raise ValueError unless both arrays have the same dtype."""
     if array.dtype != other.dtype:
         raise ValueError(f"{name}: expected {other_name}'s dtype {other.dtype}, got {array.dtype}")
 
@@ -183,13 +181,13 @@ def same_dtype(name: str, array: Any, other_name: str, other: Any) -> None:
 def as_integers(
     name: str, values: Any, *, ndims: tuple[int, ...], fetch: bool = True
 ) -> tuple[Int32[Array, "..."], np.ndarray | None]:
-    """Integers as int32, and on the host where they are known there.
+    """Return integers as an int32 array, and as a NumPy array or, where their values are unknown, None.
 
     Args:
-        name: of the argument.
-        values: an array, a sequence or a number; traced integers beyond int32 end up at its ends.
+        name: name of the argument, for messages.
+        values: an array, a sequence or a number; traced integers are clipped to the range of int32.
         ndims: the ranks they may have.
-        fetch: whether to wait for the values of a JAX array; without, they are as unknown as traced ones.
+        fetch: whether to wait for the values of a JAX array; if not, they are as unknown as traced ones.
     """
     import jax
     import jax.numpy as jnp
@@ -211,13 +209,13 @@ def as_integers(
 def as_lengths(
     name: str, values: Any, batch: Size | None, *, or_one: bool = False, fetch: bool = True
 ) -> tuple[Int32[Array, " B"], np.ndarray | None]:
-    """Integers [B], of an array or a sequence, as `as_integers` gives them.
+    """Return integers [B], from an array or a sequence, in the two forms of `as_integers`.
 
     Args:
-        name: of the argument.
-        values: what came.
+        name: name of the argument, for messages.
+        values: the argument.
         batch: B; None for any.
-        or_one: take one integer for all rows too, which stays without an axis.
+        or_one: also accept one integer for all rows, which keeps rank 0.
         fetch: as in `as_integers`.
     """
     counts, concrete = as_integers(name, values, ndims=tuple(range(9)), fetch=fetch)
@@ -229,7 +227,7 @@ def as_lengths(
 
 
 def as_flags(name: str, values: object, batch: Size) -> Bool[Array, " B"]:
-    """Bools [B], of an array or a sequence."""
+    """Return bools [B] from an array or a sequence."""
     import jax.numpy as jnp
 
     flags, _ = _few(name, values, "bools", fetch=False)
@@ -245,7 +243,7 @@ def require(
     expected: str,
     hint: str = "",
 ) -> None:
-    """Raises ValueError with the first of the concrete values for which `holds` gives False; traced ones are None."""
+    """Raise ValueError with the first value for which `holds` is False; None, for traced values, passes."""
     if values is None:
         return
     broken = np.argwhere(~holds(values))
@@ -256,7 +254,7 @@ def require(
 
 
 def on_host(array: Any) -> np.ndarray | None:
-    """The values of an array, fetched where that is possible: not of a tracer, a shape, or what other hosts hold."""
+    """Fetch the values of an array; None for a tracer, a shape, or an array that lies partly on other hosts."""
     import jax
     from jax.core import Tracer
 
@@ -266,7 +264,7 @@ def on_host(array: Any) -> np.ndarray | None:
 
 
 def _few(name: str, given: Any, kind: str, *, fetch: bool = True) -> tuple[Any, np.ndarray | None]:
-    """Integers or bools of an array, a sequence or a number: JAX's array or NumPy's, and on the host."""
+    """Return integers or bools, from an array, a sequence or a number, and their values on the host, if known."""
     import jax
     import jax.numpy as jnp
     from jax.core import Tracer
@@ -274,7 +272,9 @@ def _few(name: str, given: Any, kind: str, *, fetch: bool = True) -> tuple[Any, 
     values, mixed = given, False
     if isinstance(given, list | tuple):
         leaves = jax.tree.leaves(given)
-        mixed = kind == "integers" and any(isinstance(leaf, bool) for leaf in leaves)  # to NumPy [True, 2] is integers
+        mixed = kind == "integers" and any(
+            isinstance(leaf, bool) for leaf in leaves
+        )  # NumPy reads [True, 2] as integers
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             values = jnp.asarray(given)
     try:
@@ -289,7 +289,7 @@ def _few(name: str, given: Any, kind: str, *, fetch: bool = True) -> tuple[Any, 
 
 
 def _wanted(axes: list[str], sizes: tuple[Size | None, ...], kind: str) -> str:
-    """As "floats [B, S, E] = (2, S, 64)", with a letter where any size will do."""
+    """Format the expectation, as "floats [B, S, E] = (2, S, 64)"; a letter stands for any size."""
     names = ["..." if axis == "*" else axis for axis in axes]
     known = [name if size is None else size for name, size in zip(names, sizes, strict=False)]
     shape = ", ".join(map(str, [*known, *names[len(known) :]])) + "," * (len(axes) == 1)

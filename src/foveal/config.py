@@ -1,4 +1,4 @@
-"""What a DeepSeek-V4 attention stack is made of: sizes, layer types and rotary tables.
+"""Configuration of a DeepSeek-V4 attention stack: sizes, layer types and rotary tables.
 
 Every size is checked here, once, when a config is built; the rest of the package relies on it. The classes are frozen
 and hashable, so a config can be a static argument of a jitted function. The numbers are those of the DeepSeek-V4
@@ -14,7 +14,7 @@ from foveal.checks import as_float, as_int, described
 from foveal.hf_config import naming, read_hf_config, write_hf_config
 from foveal.layers import LayerSpec, LayerType, RopeConfig, YarnConfig, as_layer_type, as_layer_types, layer_spec
 
-# What the Flash and Pro releases share.
+# Fields that the Flash and Pro releases share.
 _RELEASED: dict[str, Any] = {
     "head_dim": 512,
     "qk_rope_head_dim": 64,
@@ -31,7 +31,7 @@ _RELEASED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """The attention of a DeepSeek-V4 model: every layer's sizes and what each layer attends to.
+    """Configuration of a DeepSeek-V4 model's attention: the sizes and the type of every layer.
 
     Sizes are ints >= 1. Field names are those of the released `config.json`.
 
@@ -44,7 +44,7 @@ class AttentionConfig:
         o_groups: groups of the output projection; divides `num_attention_heads`.
         o_lora_rank: width of each group's output bottleneck.
         sliding_window: raw keys W that a query sees, itself included.
-        layer_types: one per layer; strings that name a `LayerType` are accepted, and any sequence.
+        layer_types: one `LayerType`, or a string that names it, per layer; any sequence is accepted.
         csa_ratio: tokens m that one entry of a CSA layer adds (4 in the releases).
         hca_ratio: tokens m that one entry of an HCA layer summarises (128 in the releases).
         index_n_heads: indexer heads I.
@@ -53,7 +53,7 @@ class AttentionConfig:
         rope: rotary table of the sliding layers ("main").
         compress_rope: rotary table of every rotation in CSA and HCA layers, those of the window included ("compress").
         rms_norm_eps: epsilon of every RMS norm, > 0.
-        initializer_range: standard deviation of freshly drawn weights, >= 0.
+        initializer_range: standard deviation of the initial weights, >= 0.
 
     Raises:
         ValueError: a field is out of range or contradicts another one; the message names it.
@@ -110,7 +110,7 @@ class AttentionConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers `layer_types` describes."""
+        """Number of layers that `layer_types` describes."""
         return len(self.layer_types)
 
     def layer_type(self, layer_index: int) -> LayerType:
@@ -227,14 +227,14 @@ class AttentionConfig:
         """The attention keys of a `config.json`, as transformers 5.24 saves them.
 
         Returns:
-            What `from_hf_config` reads as this config. Keys that attention does not need (of experts, vocabulary and
-            hyper-connections) are not in it.
+            A mapping that `from_hf_config` reads as this config. It lacks the keys that attention does not need (those
+            of experts, vocabulary and hyper-connections).
         """
         return write_hf_config({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
 
 def as_config(value: object) -> AttentionConfig:
-    """An `AttentionConfig`, or a ValueError."""
+    """Return `value` as an `AttentionConfig`, or raise ValueError."""
     if not isinstance(value, AttentionConfig):
         hint = "; AttentionConfig.from_hf_config reads one" if isinstance(value, Mapping) else ""
         raise ValueError(f"config: expected an AttentionConfig, got {type(value).__name__}{hint}")

@@ -1,4 +1,4 @@
-"""The pytrees of foveal as `jax.export` writes them: by names that stay, so that what was saved can be loaded.
+"""Registration of foveal's pytrees with `jax.export`, under permanent names, so that saved programs can be loaded.
 
 Importing foveal registers them: a program that takes or returns a cache can be serialised, and loaded in a process
 that has imported foveal.
@@ -34,20 +34,20 @@ PYTREES: tuple[type, ...] = (
 
 
 def name_of(cls: type) -> str:
-    """The name in files, for good."""
+    """Return the permanent name of a class in saved programs."""
     return f"foveal.{cls.__name__}"
 
 
 def written(cls: type, facts: tuple[Any, ...]) -> bytes:
-    """The static fields' values, by name."""
+    """Serialise the static fields' values, by name."""
     return json.dumps({field.name: fact for field, fact in zip(_static(cls), facts, strict=True)}).encode()
 
 
 def read(cls: type, text: bytes | bytearray) -> tuple[Any, ...]:
-    """The static fields' values; of a field that the writer did not know yet, the default.
+    """Read the static fields' values; a field that the writer did not know yet gets its default.
 
     Raises:
-        ValueError: one without a default is not there.
+        ValueError: a field is unknown, or one without a default is missing.
     """
     facts = json.loads(bytes(text))
     known = {field.name: facts.get(field.name, field.default) for field in _static(cls)}
@@ -56,7 +56,7 @@ def read(cls: type, text: bytes | bytearray) -> tuple[Any, ...]:
     for name, fact in known.items():
         if fact is dataclasses.MISSING:
             raise ValueError(f"{name_of(cls)}: expected a {name}, got {sorted(facts)}")
-    # JSON has no named tuples: such fields say how they are read.
+    # JSON has no named tuples: the metadata of such fields says how to read them.
     return tuple(field.metadata.get("read", lambda fact: fact)(known[field.name]) for field in _static(cls))
 
 

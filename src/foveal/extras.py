@@ -1,15 +1,15 @@
-"""Messages about packages that the base installation lacks: the extras of `pyproject.toml`."""
+"""The message about a missing optional package, from an extra of `pyproject.toml`."""
 
 from __future__ import annotations
 
 
 def missing(package: str, extra: str) -> str:
-    """The message for a package that is not installed.
+    """Return the message for a package that is not installed.
 
-    Nothing of Foveal's name is published, so its extras are those of a checkout.
+    No package named Foveal is published, so the message installs the extra from a checkout.
 
     Args:
-        package: what could not be imported.
-        extra: the extra that brings it.
+        package: the package that could not be imported.
+        extra: the extra that installs it.
     """
     return f"{package} is missing: pip install '.[{extra}]' in a checkout of Foveal"

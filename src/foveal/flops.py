@@ -1,9 +1,9 @@
 """Useful work of a layer: operations, bytes and visible keys, counted from the geometry, not from an implementation.
 
-A multiplication and the addition it feeds are two operations. Masked scores and padding are not counted, so that
-operations over time is an honest utilisation. A backward pass counts 2.5 forward passes for the core, five matmuls
-after two as is usual (arXiv 2307.08691): one of the five computes the scores again, which a backward pass that does not
-keep them cannot avoid. It counts 2 for a projection.
+A multiplication and the addition it feeds are two operations. Masked scores and padding are not counted, so operations
+per second are an honest measure of utilisation. A backward pass counts as 2.5 forward passes for the core: five matmuls
+instead of two, as is usual (arXiv 2307.08691), one of which recomputes the scores, as it must unless they are stored.
+For a projection it counts as 2.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from foveal.layers import LayerType
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What some work takes at least.
+    """The least that some work costs.
 
     Attributes:
         operations: floating-point operations.
         bytes: main-memory traffic if every operand is read once and every result written once.
-        visible_keys: keys that queries look at, summed over the queries: raw and entries in a core, scored entries in
-            an indexer.
+        visible_keys: keys that queries look at, summed over the queries: raw keys and entries in core attention,
+            scored entries in an indexer.
     """
 
     operations: int
@@ -33,7 +33,7 @@ class Cost:
     visible_keys: int
 
     def __add__(self, other: Cost) -> Cost:
-        """Both together."""
+        """Return the sum of both costs."""
         return Cost(
             self.operations + other.operations, self.bytes + other.bytes, self.visible_keys + other.visible_keys
         )
@@ -47,13 +47,13 @@ def core_cost(
     bytes_per_element: int = 4,
     backward: bool = False,
 ) -> Cost:
-    """Core attention: 4 H D operations a query and visible key.
+    """Cost of core attention: 4 H D operations per query and visible key.
 
     Args:
         config: sizes and ratios.
-        layer_type: which layer; a CSA query looks at `index_topk` entries at most.
+        layer_type: type of the layer; a CSA query looks at `index_topk` entries at most.
         documents: concrete; `Documents.unpacked(batch, length)` for rows of one document.
-        bytes_per_element: of activations.
+        bytes_per_element: bytes per element of the activations.
         backward: count the forward and the backward pass.
     """
     batch, length = documents.shape
@@ -72,9 +72,9 @@ def core_cost(
 def indexer_cost(
     config: AttentionConfig, documents: Documents, *, bytes_per_element: int = 4, backward: bool = False
 ) -> Cost:
-    """The lightning indexer's scores: 2 I J + 2 I operations a query and visible entry, forward only.
+    """Cost of the lightning indexer's scores: 2 I J + 2 I operations per query and visible entry, forward only.
 
-    Selection passes no gradient, so `backward` adds nothing here; it is taken for symmetry with the others.
+    Selection passes no gradient, so `backward` adds nothing here; the argument exists for symmetry with the others.
     """
     del backward
     batch, length = documents.shape
@@ -94,10 +94,10 @@ def layer_cost(
     bytes_per_element: int = 4,
     backward: bool = False,
 ) -> Cost:
-    """A whole layer: projections, core attention and, in a CSA layer, the indexer.
+    """Cost of a whole layer: projections, core attention and, in a CSA layer, the indexer.
 
-    The projections' bytes are their weights', and the hidden states read and written. Norms, RoPE, pooling and top-k
-    are left out: they do no matmul.
+    The projections' bytes are those of their weights and of the hidden states read and written. Norms, RoPE, pooling
+    and top-k are left out: they have no matmul.
     """
     batch, length = documents.shape
     weights, untrained = _projection_weights(config, layer_type)
@@ -121,7 +121,7 @@ def _entry_counts(config: AttentionConfig, layer_type: LayerType, visibility: Vi
 
 
 def _projection_weights(config: AttentionConfig, layer_type: LayerType) -> tuple[int, int]:
-    """Elements of the kernels that learn from the layer's output, and of the indexer's, which do not."""
+    """Number of weights that learn from the layer's output, and of the indexer's, which do not."""
     model, heads, dim, latent = config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank
     weights = model * (latent + dim) + latent * heads * dim
     weights += heads * dim * config.o_lora_rank + config.o_groups * config.o_lora_rank * model

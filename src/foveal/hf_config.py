@@ -1,7 +1,7 @@
-"""Reads published DeepSeek-V4 configs into `AttentionConfig`, whichever way they are spelled, and writes them.
+"""Read published DeepSeek-V4 configs, in any of their spellings, into `AttentionConfig`, and write them.
 
 The spellings are those of the released `config.json`, of DeepSeek's `inference/config.json` and of transformers'
-`DeepseekV4Config`. `_SPELLINGS` is the one list of them. A value may be spelled more than once if all agree.
+`DeepseekV4Config`. `_SPELLINGS` lists them all. A setting may be stated in several spellings if they agree.
 
 The defaults of DeepSeek's `ModelArgs` and of `DeepseekV4Config` are never used: they describe no released model (no
 YaRN, another rotary base, other layer types), and a wrong one changes every output without any error.
@@ -21,7 +21,7 @@ from foveal.local_files import not_here, parse_json
 
 _Found = dict[str, Any]
 
-# Dots step into nested mappings. Fields of AttentionConfig bear their own names; the others are `_COMBINED` into some.
+# Dots step into nested mappings. Keys are fields of AttentionConfig, or are `_COMBINED` into some.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "dim"),
     "num_layers": ("num_hidden_layers", "n_layers"),
@@ -55,7 +55,7 @@ _EITHER = (("qk_rope_head_dim", "partial_rotary_factor"), ("layer_types", "compr
 _YARN_SOURCES = ("rope_scaling", "rope_parameters.compress", "original_seq_len")
 _PUBLISHED_RATIOS = {"csa_ratio": 4, "hca_ratio": 128}
 
-# Key, the only value that DeepSeek-V4 attention has, what to do about another one.
+# Key, its only value in DeepSeek-V4 attention, and advice on any other value.
 _FIXED: tuple[tuple[str, object, str], ...] = (
     ("model_type", "deepseek_v4", "other architectures are not supported, DeepSeek-V4.1 included"),
     ("num_key_value_heads", 1, "all query heads share one key-value head"),
@@ -63,7 +63,7 @@ _FIXED: tuple[tuple[str, object, str], ...] = (
     ("attention_dropout", 0.0, "attention dropout is not supported; set it to 0"),
 )
 
-# Keys of a YaRN section beside YarnConfig's fields: anything else than these values changes the numbers.
+# Keys of a YaRN section besides YarnConfig's fields: any other value would change the outputs.
 _YARN_FIXED = {"attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True}
 # Field of YarnConfig -> key in DeepSeek's inference/config.json.
 _OFFICIAL_YARN = {
@@ -76,13 +76,13 @@ _HF_YARN = {field: field for field in _OFFICIAL_YARN}
 
 
 def read_hf_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """The fields of an `AttentionConfig` from a published config; `AttentionConfig.from_hf_config` describes it.
+    """Return the fields of an `AttentionConfig` from a published config; see `AttentionConfig.from_hf_config`.
 
     Args:
         source: the parsed config, the path of a JSON file, or a directory that holds a `config.json`.
 
     Returns:
-        The fields, and what errors about them should name: the file, or "config".
+        The fields, and the source that errors about them should name: the file, or "config".
 
     Raises:
         ValueError: not a DeepSeek-V4 config, a key missing, contradictory or stated twice; the message names it.
@@ -105,13 +105,13 @@ def read_hf_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[
 
 
 def write_hf_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The published form of a config's fields, which `read_hf_config` reads; see `AttentionConfig.to_hf_config`."""
+    """Published form of a config's fields, which `read_hf_config` reads; see `AttentionConfig.to_hf_config`."""
     numbers = {field: value for field, value in fields.items() if isinstance(value, (int, float))}
     plain = {field: value for field, value in numbers.items() if field not in _PUBLISHED_RATIOS}
     tables = {"main": fields["rope"], "compress": fields["compress_rope"]}
     factor = fields["qk_rope_head_dim"] / fields["head_dim"]
     yarn = fields["compress_rope"].yarn
-    # What the factor implies, as in the releases: transformers warns about any other.
+    # The length that the factor implies, as in the releases: transformers warns about any other.
     length = {"max_position_embeddings": int(yarn.factor * yarn.original_max_position_embeddings)} if yarn else {}
     return {
         "model_type": "deepseek_v4",
@@ -150,14 +150,14 @@ def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Mapping[s
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(
             f"mapping_or_path: expected a mapping or a path, got {type(source).__name__}; "
-            "of a transformers config object pass config.to_dict()"
+            "for a transformers config object, pass config.to_dict()"
         )
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{path}: {not_here(path)}")
-    if not path.is_file():  # of a pipe reading would not end
+    if not path.is_file():  # reading a pipe might never end
         raise ValueError(f"{path}: expected a JSON file, got something else")
     try:
         return parse_json(path.read_bytes()), str(path)
@@ -172,7 +172,7 @@ def _check_fixed(config: Mapping[str, Any]) -> None:
 
 
 def _check_nesting(config: Mapping[str, Any]) -> None:
-    """Make sure that a dotted spelling finds what it is looking for, or nothing."""
+    """Check that the sections which dotted spellings step into have the expected form."""
     rates = config.get("compress_rates")
     known = {str(LayerType.CSA), str(LayerType.HCA)}
     if rates is not None and not (isinstance(rates, Mapping) and set(rates) <= known):
@@ -198,7 +198,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 def _agreed(values: Mapping[str, Any]) -> Any:
     """The one value that all these spellings state."""
     first = next(iter(values.values()), None)
-    if any(value is not first and value != first for value in values.values()):  # NaN is its own equal here
+    if any(value is not first and value != first for value in values.values()):  # `is`: NaN equals itself here
         listed = ", ".join(f"{key} = {value!r}" for key, value in values.items())
         raise ValueError(f"conflicting spellings of one setting: {listed}; keep one of them")
     return first
@@ -210,7 +210,7 @@ def _lookup(config: Mapping[str, Any], field: str) -> Any:
 
 
 def _check_missing(config: Mapping[str, Any], found: _Found) -> None:
-    """Name everything that is missing at once, by every key that would have done."""
+    """Raise one error that names every missing setting, by all the keys that could state it."""
     grouped = [field for fields in _EITHER for field in fields]
     needed = [(field,) for field in found if field not in grouped and field not in _OPTIONAL]
     missing = [
@@ -256,7 +256,7 @@ def _rope(key: str, found: _Found, yarn: YarnConfig | None) -> RopeConfig:
 def _layers(found: _Found) -> dict[str, Any]:
     """The layer types of the backbone and the two ratios, from `layer_types`, `compress_ratios` or both."""
     num_layers = as_int(" or ".join(_SPELLINGS["num_layers"]), found["num_layers"], 1)
-    # compress_ratios spells the ratios out, so the published ones serve as its vocabulary.
+    # compress_ratios states the ratios itself, so the published ones are safe defaults to read it with.
     ratios = {key: value if found[key] is None else found[key] for key, value in _PUBLISHED_RATIOS.items()}
     named, translated = found["layer_types"], None
     if found["compress_ratios"] is not None:

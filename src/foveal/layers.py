@@ -8,9 +8,9 @@ from foveal.checks import as_float, as_int, described
 
 
 class LayerType(enum.StrEnum):
-    """The kinds of layers, by what they attend to beyond the sliding window, with transformers' names as values.
+    """The layer types, by what they attend to beyond the sliding window. Their values are transformers' names.
 
-    Wherever a layer type is taken, "sliding", "csa" and "hca" stand for them; upper and lower case are the same.
+    Every argument that takes a layer type also takes "sliding", "csa" or "hca", in upper or lower case.
     """
 
     SLIDING = "sliding_attention"
@@ -29,7 +29,7 @@ _LAYER_TYPE_NAMES = (
 
 
 def as_layer_type(name: str, value: object) -> LayerType:
-    """The layer type that an argument, `name` in the ValueError, says."""
+    """Return the `LayerType` that `value` names, or raise a ValueError about the argument `name`."""
     try:
         return LayerType(value)  # pyright: ignore[reportArgumentType]  (an unknown value is the point)
     except ValueError:
@@ -37,7 +37,7 @@ def as_layer_type(name: str, value: object) -> LayerType:
 
 
 def as_layer_types(name: str, values: object) -> tuple[LayerType, ...]:
-    """The layer types, one per layer, that an argument, `name` in the ValueError, lists."""
+    """Return the layer types that `values` lists, one per layer, or raise a ValueError about the argument `name`."""
     if isinstance(values, (str, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: expected a sequence with one layer type per layer, got {described(values)}")
     layer_types = tuple(as_layer_type(f"{name}[{index}]", value) for index, value in enumerate(values))
@@ -51,7 +51,7 @@ class YarnConfig:
     """YaRN frequency scaling of a rotary table. It never scales cos and sin: DeepSeek-V4 uses no mscale.
 
     Attributes:
-        factor: by how much the slow frequencies are divided, >= 1.
+        factor: divisor of the slow frequencies, >= 1.
         original_max_position_embeddings: the context length that the unscaled table was trained for.
         beta_fast: turns within that length above which a frequency is kept.
         beta_slow: turns within that length below which a frequency is divided by `factor`; 0 < beta_slow < beta_fast.
@@ -60,7 +60,7 @@ class YarnConfig:
         ValueError: a field is out of range; the message names it.
     """
 
-    # Run-time type checkers leave __init__ alone: __post_init__ takes ints for floats and its errors say more.
+    # Keeps run-time type checkers off __init__: __post_init__ takes ints for floats and its errors say more.
     __no_type_check__ = True
 
     factor: float
@@ -80,7 +80,7 @@ class YarnConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """One rotary table.
+    """Configuration of one rotary table.
 
     Attributes:
         theta: the base of the frequencies, > 1.
@@ -103,7 +103,7 @@ class RopeConfig:
 
 
 class Pooling(enum.StrEnum):
-    """The ways in which the tokens of a window become an entry."""
+    """Ways to pool the tokens of a window into an entry."""
 
     NONE = "none"
     """No entries."""
@@ -115,15 +115,15 @@ class Pooling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The specification of a layer type: everything in which layers of one type differ from others.
+    """The specification of a layer type: everything that sets its layers apart from those of other types.
 
     Attributes:
         layer_type: the type.
         compress_ratio: m, tokens per entry; 0 without entries.
         pooling: how a window's tokens become an entry.
-        has_indexer: whether each query attends to selected entries, and not to all it sees.
+        has_indexer: whether each query attends to selected entries instead of all that it sees.
         rope: the rotary table of every rotation in the layer.
-        projections: values, and as many gates, that each token gives per dim of an entry: 0, 1 or 2.
+        projections: values, and as many gates, that each token contributes per dim of an entry: 0, 1 or 2.
         has_entries: whether there is a compressor.
         overlap: whether an entry also draws on the window before its own.
     """
@@ -138,7 +138,7 @@ class LayerSpec:
     overlap: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Derives what follows from the pooling."""
+        """Derive the fields that follow from the pooling."""
         projections = {Pooling.NONE: 0, Pooling.GATED: 1, Pooling.OVERLAPPED: 2}[self.pooling]
         object.__setattr__(self, "projections", projections)
         object.__setattr__(self, "has_entries", projections > 0)
@@ -169,9 +169,9 @@ def layer_types_from_compress_ratios(
     """Translate the `compress_ratios` of a published config, one int per layer, into layer types.
 
     Args:
-        compress_ratios: 0 for a sliding layer, `csa_ratio` for CSA, `hca_ratio` for HCA. Published lists go on with
+        compress_ratios: 0 for a sliding layer, `csa_ratio` for CSA, `hca_ratio` for HCA. Published lists end with
             the ratios of the MTP layers.
-        num_layers: how many layers to take; the rest of the list is ignored. None takes all.
+        num_layers: number of layers to take; the rest of the list is ignored. None takes all.
         csa_ratio: the ratio that means CSA.
         hca_ratio: the ratio that means HCA.
 
@@ -180,7 +180,7 @@ def layer_types_from_compress_ratios(
 
     Raises:
         ValueError: the list is empty, shorter than `num_layers` or holds an unknown ratio, or the two ratios are equal
-            so that a ratio does not tell the layer type.
+            and therefore do not identify the layer type.
     """
     csa_ratio, hca_ratio = as_int("csa_ratio", csa_ratio, 1), as_int("hca_ratio", hca_ratio, 1)
     if csa_ratio == hca_ratio:

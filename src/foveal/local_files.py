@@ -1,4 +1,4 @@
-"""Files of models that others have published: what to say where one is not here, and JSON that means one thing."""
+"""Local files of published models: the message for one that is missing, and unambiguous JSON."""
 
 import json
 import os
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 DOWNLOAD = "`hf download {}`"
-"""The command that fetches a model from the Hugging Face hub, and prints where it lies."""
+"""The command that downloads a model from the Hugging Face hub and prints its location."""
 
 ANY_MODEL = "ORG/NAME"
-"""A model's name where none is known."""
+"""Placeholder where the name of the model is unknown."""
 
 _MODEL = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _FILE_ENDINGS = (".json", ".safetensors", ".bin")
 
 
 def not_here(path: str | os.PathLike[str]) -> str:
-    """The message for a path that does not exist: it may be the name of a model on the hub."""
+    """Return the message for a path that does not exist, which may be the name of a model on the hub."""
     name = os.fspath(path)
     is_model = _MODEL.fullmatch(name) and not name.endswith(_FILE_ENDINGS) and not Path(name).parent.exists()
     command = DOWNLOAD.format(name if is_model else ANY_MODEL)
@@ -26,10 +26,10 @@ def not_here(path: str | os.PathLike[str]) -> str:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice.
+    """Parse a JSON object in which no key occurs twice.
 
     Raises:
-        ValueError: it is none; or, a `RecursionError`, it is nested too deep.
+        ValueError: not a JSON object, or a key occurs twice. Nesting too deep is a RecursionError.
     """
     value = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(value, dict):

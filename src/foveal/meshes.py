@@ -1,7 +1,7 @@
-"""Meshes whose axes are Explicit, as `jax.make_mesh` makes them: public functions run there under automatic axes.
+"""Meshes with Explicit axes, as `jax.make_mesh` makes them: public functions run there as on Auto axes.
 
-On an Explicit axis an array's sharding is part of its type, and every operation must say what becomes of it. Attention
-leaves that to the compiler, as on Auto axes; only what a function takes and returns has a sharding in its type.
+On an Explicit axis an array's sharding is part of its type, and every operation must determine that of its result.
+Attention leaves it to the compiler, as on Auto axes; only a function's arguments and results have typed shardings.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ R = TypeVar("R")
 def any_mesh(
     like: str | None = None, *, dims: int | None = None, keep: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator that lets a function of arrays, or of pytrees of them, run on meshes with Explicit axes.
+    """Decorate a function of arrays, or of pytrees of arrays, to run on meshes with Explicit axes.
 
-    There the function sees Auto axes in their place, and its results are given shardings again. On other meshes, and
-    within a function that runs so, it is called as it is.
+    There the function sees Auto axes in their place, and its results are resharded on the Explicit ones. On other
+    meshes, and within another decorated function, it is called unchanged.
 
     Args:
-        like: the argument whose sharding the results take on their leading dims, as far as mesh axes divide them: the
-            batch stays sharded. None leaves the results unsharded.
-        dims: how many leading dims that is; all those that the argument has by default.
-        keep: the argument, a pytree, whose leaves' shardings the last result keeps instead, which is one of its kind: a
-            cache that a loop carries must keep its type.
+        like: name of the argument whose sharding the results take on their leading dims, where the mesh axes divide
+            them: the batch stays sharded. None leaves the results unsharded.
+        dims: number of these leading dims; by default all that the argument has.
+        keep: name of a pytree argument. The last result, of the same structure, keeps the shardings of its leaves
+            instead, because a cache that a loop carries must keep its type.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,7 +60,7 @@ def any_mesh(
 
 
 def _explicit_mesh(leaves: list[Any]) -> Mesh | AbstractMesh | None:
-    """The mesh with Explicit axes that arrays are on, concrete where one of them shows it, or else the context's."""
+    """The mesh with Explicit axes that the arrays are on, concrete if one of them shows it, or else the context's."""
     placed = [leaf for leaf in leaves if _has_explicit_axes(leaf)]
     for leaf in placed:
         sharding = None if isinstance(leaf, Tracer) else leaf.sharding
@@ -79,21 +79,21 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def _spec(value: Any) -> tuple[Any, ...]:
-    """The Explicit axes along each dim of an array, or of the first one in a pytree; none of anything else."""
+    """The Explicit axes along each dim of an array, or of the first array of a pytree; () without one."""
     array = next((leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)), None)
     return () if array is None else tuple(jax.typeof(array).sharding.spec)
 
 
 def _without(leaf: Any) -> Any:
-    """An array with its Explicit axes left to the compiler; anything else as it is."""
+    """Return an array with its Explicit axes left to the compiler; anything else unchanged."""
     return jax.sharding.reshard(leaf, PartitionSpec()) if _has_explicit_axes(leaf) else leaf
 
 
 def _with_shardings(results: Any, kept: Any, spec: tuple[Any, ...], mesh: Mesh | AbstractMesh) -> Any:
-    """The results on `mesh` again, each with `spec`, but for those of the last result's leaves that `kept` has too."""
+    """Reshard the results on `mesh`: each to `spec`, but the leaves of the last one to those of `kept`, if given."""
 
     def place(leaf: Any, spec: tuple[Any, ...]) -> Any:
-        # An array that no operand had a part in may lie on one device: it goes with any other.
+        # An array that depends on no operand may lie on one device: it combines with arrays on any mesh.
         if not isinstance(leaf, jax.Array) or jax.typeof(leaf).sharding.mesh.empty:
             return leaf
         sizes = _abstract(mesh).shape
@@ -111,6 +111,6 @@ def _with_shardings(results: Any, kept: Any, spec: tuple[Any, ...], mesh: Mesh |
 
 
 def _dividing(axes: Any, size: int, sizes: Mapping[str, int]) -> Any:
-    """The mesh axes of a dim, or None where they cannot cut `size` evenly."""
+    """The mesh axes of a dim, or None if they do not divide `size` evenly."""
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return axes if size % math.prod(sizes[name] for name in names) == 0 else None

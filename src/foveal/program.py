@@ -1,7 +1,7 @@
-"""What is known of the program that is being traced, and the mark of one whose plans were made for one platform.
+"""Facts about the program being traced, and the mark of a program that was planned for one platform.
 
-A trace does not know what it will be lowered for. Where a platform has decided something, an operand passes through
-`planned`, which is nothing at run time: its lowering compares the two, and `jax.export` lowers it for no other.
+A trace does not know which platform it will be lowered for. Where the platform has decided something, an operand passes
+through `planned`, a no-op at run time. Its lowering compares the two platforms, and `jax.export` refuses another one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from foveal.typing import Array, Size
 
 
 def platform() -> str:
-    """Where the program will run, "cpu", "gpu" or "tpu": the mesh in context says it, else JAX's default device.
+    """The platform of the program, "cpu", "gpu" or "tpu": that of the mesh in context, else of the default device.
 
-    A mesh of devices that are not here is how programs are compiled ahead of time. Who decides something by this sends
-    an operand through `planned`.
+    In ahead-of-time compilation that mesh has devices that are not present. Code that decides something by the platform
+    must pass an operand through `planned`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
@@ -32,36 +32,36 @@ def platform() -> str:
 
 
 def family(name: str) -> str:
-    """A platform as JAX names it, GPUs "cuda" or "rocm" to lowering, as "cpu", "gpu" or "tpu"."""
+    """Return "cpu", "gpu" or "tpu" for a platform's name in JAX, whose lowering calls GPUs "cuda" or "rocm"."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 _NOMINAL_BATCH = 8
-"""Rows for which a program is planned whose batch is a symbolic dimension."""
+"""The batch size for which a program with a symbolic batch is planned."""
 
 
 def per_row(total: int, batch: Size, least: int) -> int:
-    """`total` shared among the rows of a batch, at least `least` each."""
+    """Share of `total` per row of a batch, at least `least`."""
     return max(least, total // (_NOMINAL_BATCH if is_symbolic_dim(batch) else batch))
 
 
 def automatic_axes(operands: Any) -> tuple[str, ...]:
-    """Mesh axes over which XLA may divide the program by itself, as far as tracing shows them; none on one device.
+    """Mesh axes over which XLA may partition the program automatically, as far as tracing shows; none on one device.
 
-    The mesh in context shows them and, outside of `jax.shard_map`, the meshes that the operands lie on. Shardings
-    given to `jax.jit` alone, without a mesh in context, are not to be seen.
+    They are those of the mesh in context and, outside `jax.shard_map`, of the operands' meshes. Shardings given to
+    `jax.jit` alone, without a mesh in context, are not visible here.
     """
     context = jax.sharding.get_abstract_mesh()
-    if context.manual_axes:  # what of such a region is not manual XLA takes for divided, however small the axis
+    if context.manual_axes:  # XLA treats the other axes of such a region as partitioned, whatever their size
         return tuple(name for name in context.axis_names if name not in context.manual_axes)
     meshes = (context, *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(operands)))
     return tuple(dict.fromkeys(name for mesh in meshes for name, size in mesh.shape.items() if size > 1))
 
 
 def row_major(array: Array) -> Array:
-    """The array, in memory with its last axis innermost where the program is a TPU's.
+    """Return the array, constrained in programs for TPUs to a layout with its last axis innermost.
 
-    XLA for TPUs lays arrays out for their producers and consumers one by one, and keeps a copy in each layout.
+    XLA for TPUs chooses a layout for each producer and consumer separately, and keeps a copy in each layout.
     """
     if platform() != "tpu":
         return array
@@ -69,9 +69,9 @@ def row_major(array: Array) -> Array:
 
 
 def varying(start: Any, operands: Any) -> Any:
-    """Arrays to begin a loop with, typed to differ over the mesh axes that the operands differ over.
+    """Return the initial arrays of a loop, cast to vary over the manual axes that the operands vary over.
 
-    Within `jax.shard_map` what a loop carries must keep its type, and what begins as zeros is the same everywhere.
+    Within `jax.shard_map` a loop's carry must keep its type, but arrays of zeros start without varying over any axis.
     """
     axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(operands)))
 
@@ -83,11 +83,11 @@ def varying(start: Any, operands: Any) -> Any:
 
 
 def planned(array: Array) -> Array:
-    """The array, in a program that `platform()` has decided something of.
+    """Return the array, and mark the program as one in which `platform()` has decided something.
 
-    Lowering the program for another platform is a NotImplementedError in `jax.export`, which says what to do. Under
-    `jax.jit`, where arrays lie on devices that are not the default ones, it is a warning: the program is right, but cut
-    for the wrong device.
+    Lowering the program for another platform raises NotImplementedError in `jax.export`, with advice. Under `jax.jit`,
+    where arrays lie on devices other than the default ones, it is a warning: the program is correct, but planned for
+    the wrong device.
     """
     return _planned.bind(array, platform=platform())
 

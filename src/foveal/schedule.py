@@ -1,7 +1,7 @@
-"""Reads what the TPU compiler writes down of the kernels that it schedules.
+"""Read the schedules of Pallas kernels from the dumps of the TPU compiler.
 
-A kernel's last form is a list of bundles, the instructions that a core issues in one cycle. How many bundles one step
-of a kernel's grid runs through is a lower bound of its cycles: waits for memory come on top.
+A kernel's final form is a list of bundles, each the instructions that a core issues in one cycle. The number of bundles
+that one step of a kernel's grid executes is a lower bound on its cycles: waits for memory come on top.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _BUNDLE = re.compile(r"^ *(0|0x[0-9a-f]+) +(?:L[HBE]|P[BF]|CT)?: *((?:> *)*)\{",
 _BRANCH = re.compile(r"\bsbr\.rel \(.*?\) target = \$region(\d+)")
 _STARTS = re.compile(r"\b(?:Start region|Start/End empty region) (\d+)")
 _DELAY_SLOTS = 4
-"""Bundles after a branch that are executed in any case."""
+"""Number of bundles after a branch that are executed whether it is taken or not."""
 
 _TRANSFER = re.compile(r"\bdma\.|\bvsync")
-"""Of blocks in and out, begun or waited for: where it is conditional, that is the grid's own doing."""
+"""Transfers of blocks in and out, begun or waited for: conditional ones come from the grid, not from the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSchedule:
-    """Bundles of one step of a Pallas kernel's grid.
+    """The bundles of one step of a Pallas kernel's grid.
 
     Attributes:
-        name: of the kernel, with the compiler's number.
-        step: that every step runs through.
-        branches: of each conditional part, in order of the code: the kernel's own (`pl.when`), and those in which the
-            grid copies results that stay in VMEM.
-        inner_loops: loops within a step; what they repeat is counted once.
+        name: the kernel's name, with the compiler's number.
+        step: number of bundles that every step executes.
+        branches: number of bundles of each conditional part, in the order of the code: the kernel's own (`pl.when`),
+            and those in which the grid copies results that stay in VMEM.
+        inner_loops: number of loops within a step; their bodies are counted once.
     """
 
     name: str
@@ -40,7 +40,7 @@ class KernelSchedule:
 
 
 def dump_flags(directory: str | Path) -> str:
-    """What has to stand in the environment's LIBTPU_INIT_ARGS before libtpu is loaded, to have schedules written.
+    """Flags for the environment variable LIBTPU_INIT_ARGS, set before libtpu is loaded, that dump the schedules.
 
     Raises:
         ValueError: a path with a space, which would end the flag.
@@ -53,10 +53,10 @@ def dump_flags(directory: str | Path) -> str:
 
 
 def kernel_schedules(directory: str | Path) -> list[KernelSchedule]:
-    """The schedules of the Pallas kernels in a directory that `dump_flags` named, in order of compilation.
+    """Return the schedules of the Pallas kernels dumped by `dump_flags` to a directory, in order of compilation.
 
     Args:
-        directory: of the dump of one program.
+        directory: the dump of one program.
     """
     found = []
     for analysis in sorted(Path(directory).glob("*schedule-analysis_final_bundles.txt")):
@@ -93,7 +93,7 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     inner_loops = sum(1 for outer, depth in itertools.pairwise(depths) if depth > max(outer, 1))
     step = _nested(inside[0], inside[-1] + 1, _conditional(bodies, inside))
     base = step.size
-    # Steps before the first and after the last only move data: all the work stands under one condition.
+    # Steps before the first and after the last only move data: all the work is under one condition.
     while len(whole := [part for part in step.parts if part.size > step.size / 2]) == 1 and whole[0].parts:
         step = whole[0]
     own = (p for p in step.parts if not any(_TRANSFER.search(body) for body in bodies[p.start : p.end]))

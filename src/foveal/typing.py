@@ -3,7 +3,7 @@
 ====  =========================================================================
 B     batch
 S     rows of the sequence (tokens, padding included)
-T     some of them: a tile of queries, or the tokens that a cache is given
+T     some of these rows: a tile of queries, or the tokens given to a cache
 N     raw keys: S, after the history of rows that continue a sequence
 M     all keys: N raw ones, then C entries
 P     rows of a ring in a decode cache
@@ -11,8 +11,8 @@ E     model width (`hidden_size`)
 H     query heads
 D     head dim
 R     RoPE dims, the trailing ones of D: R / 2 pairs
-C     entries, one slot each: S // m
-m     compress ratio: tokens per window, so per entry
+C     entries, one per slot: S // m
+m     compress ratio: tokens per window, and so per entry
 W     sliding window: raw keys a query sees, itself included
 K     selected entries per query
 I     indexer heads
@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 Precision = str | jax.lax.Precision | None
-"""What `precision=` takes, as in `jax.numpy.einsum`: "highest", `jax.lax.Precision.HIGHEST`, ... or JAX's default."""
+"""Values of `precision=`, as in `jax.numpy.einsum`: "highest", `jax.lax.Precision.HIGHEST`, ...; None for JAX's."""
 
 
 Size = int | Any
@@ -43,23 +43,23 @@ Size = int | Any
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """float64 for float64, else float32: what logits, softmax, norms and sums are computed in.
+    """Dtype in which logits, softmax, norms and sums are computed: float64 for float64, else float32.
 
-    Not `jnp.promote_types`, which refuses bfloat16 with float32 under strict dtype promotion.
+    `jnp.promote_types` is not used: it refuses bfloat16 with float32 under strict dtype promotion.
     """
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 def lowest(dtype: DTypeLike) -> float:
-    """The lowest finite number of a float dtype: a softmax's logit of what is not there, whose weight is exactly 0.
+    """Lowest finite number of a float dtype: the logit of masked keys, whose softmax weight is then exactly 0.
 
-    Not -inf, at which a run under `jax_debug_infs` ends.
+    Not -inf, which stops a run under `jax_debug_infs`.
     """
     return float(jnp.finfo(dtype).min)
 
 
 def narrowed(values: Int[Array, "..."] | np.ndarray, low: int, high: int) -> Int32[Array, "..."]:
-    """Integers of any width as int32, those beyond [low, high] at its ends: saturated first, so that none wraps."""
+    """Integers of any width as int32, clipped to [low, high] before the conversion so that none wraps."""
     if isinstance(values, np.ndarray | np.generic):
         return jnp.asarray(np.clip(values, low, high).astype(np.int32))
     limits = jnp.iinfo(values.dtype)

@@ -2,13 +2,10 @@
 
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,10 +18,10 @@ from foveal.backends.operands import Operands
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention, explain
 from foveal.testing.generators import random_segment_ids
-from foveal.testing.numerics import assert_close, assert_gradients_close
+from tests.support.core_attention import UNOPTIMIZED, assert_same, both_ways, operands, shapes
+from tests.support.programs import largest_array
 
 B, H, D, W = 2, 4, 8, 21
-NAMES = ("q", "kv", "entries", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +60,7 @@ def problem(case: Case, seed: int, dtype: Any = np.float32):
     """Arguments, indices and cotangents of norm 1 for output and log-sum-exp."""
     rng = np.random.default_rng([seed, case.length, case.ratio])
     slots = case.length // case.ratio if case.ratio else 0
-    q, kv, entries, d_out = (
-        rng.normal(size=shape)
-        for shape in ((B, case.length, H, D), (B, case.length, D), (B, slots, D), (B, case.length, H, D))
-    )
-    sinks, d_lse = rng.normal(size=H).astype(np.float32), rng.normal(size=(B, case.length, H))
-    cotangents = (d_out / np.linalg.norm(d_out)).astype(dtype), (d_lse / np.linalg.norm(d_lse)).astype(np.float32)
-    args = (2 * q).astype(dtype), kv.astype(dtype), entries.astype(dtype) if slots else None, sinks
+    args, cotangents = operands(rng, B, case.length, H, D, slots, dtype)
     indices = None
     if case.selected is not None:  # in any order, with duplicates, with none, out of range and not visible
         indices = rng.integers(-2, slots + 2, (B, case.length, case.selected)).astype(np.int32)
@@ -87,19 +78,6 @@ def unpacked(case: Case) -> Visibility:
     return Visibility(Documents.unpacked(B, case.length), W, case.ratio)
 
 
-def both_ways(args, visibility, indices, cotangents, implementation):
-    """Output and log-sum-exp, and every gradient."""
-
-    def run(q, kv, entries, sinks):
-        return core_attention(
-            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
-
-    results, pull = jax.vjp(run, *args)
-    return results, dict(zip(NAMES, pull(cotangents), strict=True))
-
-
 TRACES: list[str] = []
 
 
@@ -108,8 +86,6 @@ def counted(args, visibility, indices, cotangents, implementation):
     return both_ways(args, visibility, indices, cotangents, implementation)
 
 
-# Compiled often, run seldom.
-UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 attend = jax.jit(counted, static_argnums=4, compiler_options=UNOPTIMIZED)
 
 
@@ -128,15 +104,6 @@ def plan_of(case: Case, visibility: Visibility, **overrides: int) -> ChunkedPlan
     arrays = {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()}
     operands = Operands(**arrays, visibility=visibility, tainted=None, scale=D**-0.5, precision=None)
     return ChunkedPlan.for_operands(operands, **overrides)
-
-
-def assert_same(actual, expected, dtype: Any = np.float32) -> None:
-    (out, lse), gradients = actual
-    (expected_out, expected_lse), expected_gradients = expected
-    assert_close(out, expected_out, dtype)
-    assert_close(lse, expected_lse, np.float32, what="lse")
-    assert_gradients_close(gradients, expected_gradients, dtype)
-    assert {a.dtype for a in jax.tree.leaves(actual)} <= {np.dtype(dtype), np.dtype(np.float32)}
 
 
 # -------------------------------------------------------------------------------------------------------------- parity
@@ -331,22 +298,7 @@ def test_it_is_the_first_choice(name):
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def shapes(length: int, heads: int, ratio: int, selected: int | None, *, with_documents: bool):
-    """Arguments of `both_ways` without data, for one batch row of 16 dims a head."""
-    dim, f32, i32 = 16, jnp.float32, jnp.int32
-    of = jax.ShapeDtypeStruct
-    q, lse = of((1, length, heads, dim), f32), of((1, length, heads), f32)
-    args = q, of((1, length, dim), f32), of((1, length // ratio, dim), f32), of((heads,), f32)
-    visibility = Visibility(Documents.unpacked(1, length), W, ratio)
-    if with_documents:
-        ids = of((1, length), i32)
-        visibility = jax.eval_shape(lambda ids: Visibility(Documents.from_segment_ids(ids), W, ratio), ids)
-    indices = None if selected is None else of((1, length, selected), i32)
-    return args, visibility, indices, (q, lse)
-
-
-# ratio, selected
-LAYERS = {"HCA": (16, None), "CSA": (4, 64)}
+LAYERS = {"HCA": {"ratio": 16, "selected": None}, "CSA": {"ratio": 4, "selected": 64}}
 
 
 @pytest.mark.slow
@@ -355,7 +307,7 @@ def test_memory_grows_linearly(layer):
     """What XLA allocates for forward and backward, exactly. Quadratic would be 16 times, and 268 MB of weights."""
 
     def temporaries(length: int) -> int:
-        args = shapes(length, 4, *LAYERS[layer], with_documents=True)
+        args = shapes(length, 4, **LAYERS[layer], window=W, with_documents=True)
         analysis = jax.jit(lambda a, v, i, c: both_ways(a, v, i, c, None)).lower(*args).compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
@@ -368,7 +320,7 @@ def test_memory_grows_linearly(layer):
 def test_bfloat16_is_never_widened_as_a_whole(layer):
     """A compiler that has no bfloat16 slices makes a float32 array of all queries for each tile that it reads."""
     length, heads = 2048, 4
-    args, visibility, indices, (d_out, d_lse) = shapes(length, heads, *LAYERS[layer], with_documents=True)
+    args, visibility, indices, (d_out, d_lse) = shapes(length, heads, **LAYERS[layer], window=W, with_documents=True)
     narrow = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (*args[:3], d_out)]
 
     def program(operands) -> str:
@@ -382,35 +334,16 @@ def test_bfloat16_is_never_widened_as_a_whole(layer):
     assert whole not in program(((*narrow[:3], args[3]), visibility, indices, (narrow[3], d_lse)))
 
 
-def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
-    """Every equation of a program, those of loops and calls included."""
-
-    def is_jaxpr(value: object) -> bool:
-        return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
-
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from equations(getattr(inner, "jaxpr", inner))
-
-
-def largest(function, *args) -> int:
-    """Elements of the largest array that a program computes."""
-    program = jax.make_jaxpr(function)(*args).jaxpr
-    return max(math.prod(getattr(v.aval, "shape", ())) for e in equations(program) for v in e.outvars)
-
-
 @pytest.mark.parametrize(("ratio", "selected", "with_documents"), [(4, 16, True), (16, None, True), (4, None, False)])
 def test_no_array_has_queries_times_keys(ratio, selected, with_documents):
     """With S = 4096, S x C is 1 to 4 million elements, and the largest thing that is needed q's 131072."""
     length, heads = 4096, 2
     slots, own = length // ratio, length * heads * 16
-    args = shapes(length, heads, ratio, selected, with_documents=with_documents)
-    assert own <= largest(functools.partial(both_ways, implementation=None), *args) < length * slots / 2
-    forward = largest(lambda a, v, i, _: core_attention(*a[:3], visibility=v, indices=i, sinks=a[3]), *args)
+    args = shapes(length, heads, ratio, window=W, selected=selected, with_documents=with_documents)
+    assert own <= largest_array(functools.partial(both_ways, implementation=None), *args) < length * slots / 2
+    forward = largest_array(lambda a, v, i, _: core_attention(*a[:3], visibility=v, indices=i, sinks=a[3]), *args)
     assert own <= forward < length * slots / 2
-    assert largest(functools.partial(both_ways, implementation="dense"), *args) >= length * (length + slots)
+    assert largest_array(functools.partial(both_ways, implementation="dense"), *args) >= length * (length + slots)
 
 
 @pytest.mark.parametrize(
@@ -428,8 +361,9 @@ def test_no_array_has_what_all_queries_look_at(ratio, selected, columns):
     columns: of the smallest array that there must not be, with S = 4096 rows.
     """
     length, heads, dim = 4096, 2, 16
-    args, visibility, indices, cotangents = shapes(length, heads, ratio, selected, with_documents=True)
-    visibility = dataclasses.replace(visibility, sliding_window=128)
+    args, visibility, indices, cotangents = shapes(
+        length, heads, ratio, window=128, selected=selected, with_documents=True
+    )
     needed = length * max(heads * dim, selected or 0)  # q, or the indices
     both = functools.partial(both_ways, implementation=None)
-    assert needed <= largest(both, args, visibility, indices, cotangents) < 1.5 * needed < length * columns
+    assert needed <= largest_array(both, args, visibility, indices, cotangents) < 1.5 * needed < length * columns

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention
 from foveal.testing.numerics import assert_close, assert_gradients_close
-from tests.backends.splash_problem import both_ways, equations, program_for_a_tpu, shapes
+from tests.support.core_attention import both_ways, program_for_a_tpu, shapes
+from tests.support.programs import equations
 
 HEADS, DIM, RATIO, WINDOW = 4, 8, 4, 20
 # rows and selected entries, for each way over the entries
@@ -88,7 +89,7 @@ def test_within_shard_map(way):
 
 def test_queries_have_one_layout_on_tpus():
     """XLA would keep them in two, one for each pass: at 65536 rows of Flash's layer 4 GiB more."""
-    args, visibility, _, cotangents = shapes(256, 2, 4, with_documents=False)
+    args, visibility, _, cotangents = shapes(256, 2, 4, window=WINDOW, with_documents=False)
     run, args = functools.partial(both_ways, implementation="chunked"), (args, visibility, None, cotangents)
     on_a_tpu, here = program_for_a_tpu(run, *args), jax.make_jaxpr(run)(*args)
     assert "layout_constraint" in {e.primitive.name for e in equations(on_a_tpu.jaxpr)}

@@ -8,12 +8,9 @@ import pytest
 from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, Visibility, core_attention
-from foveal.backends import registry
+from tests.support.core_attention import IMPLEMENTATIONS
 
-every_implementation = pytest.mark.parametrize(
-    "implementation",
-    [name for name in registry.names() if not name.startswith("splash")],  # those need TPUs
-)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 IDS = jnp.array([[1] * 21 + [2] * 29])
 
 

@@ -17,9 +17,7 @@ from foveal.geometry import Documents, Visibility
 from foveal.testing.numerics import assert_close
 from tests.backends.splash_problem import (
     DYNAMIC,
-    NAMES,
     STATIC,
-    UNOPTIMIZED,
     B,
     D,
     H,
@@ -27,7 +25,6 @@ from tests.backends.splash_problem import (
     W,
     assert_same,
     attend,
-    both_ways,
     densely,
     of_other_queries,
     output_of,
@@ -36,6 +33,7 @@ from tests.backends.splash_problem import (
     problem,
     unpacked,
 )
+from tests.support.core_attention import NAMES, UNOPTIMIZED, both_ways
 
 # -------------------------------------------------------------------------------------------------------------- parity
 

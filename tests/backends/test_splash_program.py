@@ -13,20 +13,18 @@ from foveal import Splash, SplashBlocks, SplashDynamic
 from foveal.backends.splash import heads as splash_heads
 from tests.backends.splash_problem import (
     M,
+    W,
     assert_same,
     attend,
-    both_ways,
     densely,
-    equations,
     kernels,
-    largest,
     output_only,
     packed,
     problem,
-    program_for_a_tpu,
-    shapes,
     unpacked,
 )
+from tests.support.core_attention import both_ways, program_for_a_tpu, shapes
+from tests.support.programs import equations, largest_in
 
 # ------------------------------------------------------------------------------------------------------------ sharding
 
@@ -68,18 +66,20 @@ def test_rows_and_heads_over_a_mesh_match_dense(blocks, documents):
 def test_no_array_has_queries_times_keys(with_documents, monkeypatch):
     """With S = 4096, S x C is 4 million elements; the largest there is are the log-sum-exps, 128 times over."""
     length, heads, ratio = 4096, 2, 4
-    args, visibility, indices, cotangents = shapes(length, heads, ratio, with_documents=with_documents)
+    args, visibility, indices, cotangents = shapes(
+        length, heads, ratio, window=W, with_documents=with_documents, alignment=ratio
+    )
     both = program_for_a_tpu(
         functools.partial(both_ways, implementation="splash"), args, visibility, indices, cotangents
     )
     assert kernels(both) == 2
     own, log_sum_exps = length * heads * 16, length * heads * 128
-    assert log_sum_exps <= largest(both) < 1.5 * log_sum_exps < length * (length // ratio) / 2
+    assert log_sum_exps <= largest_in(both) < 1.5 * log_sum_exps < length * (length // ratio) / 2
 
     forward = functools.partial(output_only, implementation="splash")
     program = program_for_a_tpu(forward, args, visibility, indices)
     assert kernels(program) == 1
-    assert largest(program) < 1.5 * log_sum_exps
+    assert largest_in(program) < 1.5 * log_sum_exps
     monkeypatch.setattr(splash_heads, "_AT_A_TIME", 0)
     # In long rows those of one head are made at a time.
     blocks = SplashBlocks(128, 128, 256, 256)
@@ -87,14 +87,14 @@ def test_no_array_has_queries_times_keys(with_documents, monkeypatch):
         lambda *a: output_only(*a, implementation=Splash(blocks=blocks)), args, visibility, indices
     )
     assert kernels(program) == 1
-    assert own < log_sum_exps / 2 <= largest(program) < log_sum_exps
+    assert own < log_sum_exps / 2 <= largest_in(program) < log_sum_exps
 
 
 def test_constants_of_the_program_do_not_grow_with_the_rows():
     """The mask's distinct tiles, all of which there are from some length on: only the list of tiles is longer."""
 
     def constants(length: int) -> int:
-        args, visibility, *_ = shapes(length, 2, 128, with_documents=False)
+        args, visibility, *_ = shapes(length, 2, 128, window=W, with_documents=False)
         program = program_for_a_tpu(functools.partial(output_only, implementation="splash"), args, visibility, None)
         return sum(math.prod(np.shape(a)) for a in program.consts)
 
@@ -106,6 +106,6 @@ def test_a_mask_that_is_data_is_quadratic():
     assert SplashDynamic.quadratic
     assert not Splash.quadratic
     length, ratio = 1024, 4
-    args = shapes(length, 2, ratio, with_documents=True, selected=8)
+    args = shapes(length, 2, ratio, window=W, with_documents=True, selected=8, alignment=ratio)
     program = program_for_a_tpu(functools.partial(both_ways, implementation="splash_dynamic"), *args)
-    assert largest(program) >= length * (length + length // ratio)
+    assert largest_in(program) >= length * (length + length // ratio)

@@ -250,7 +250,7 @@ def test_pipes_are_not_waited_for(tmp_path: pathlib.Path) -> None:
 
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: pathlib.Path) -> None:
     (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
-    with pytest.raises(CheckpointError, match="got a pointer of Git LFS to one: git lfs pull fetches it"):
+    with pytest.raises(CheckpointError, match="got a Git LFS pointer: git lfs pull fetches the file"):
         read_header(tmp_path / "x.safetensors")
 
 

@@ -185,7 +185,7 @@ def test_bad_arguments(layers, monkeypatch):
     with pytest.raises(ValueError, match=r"layers: expected all 9 layers, to be scanned over, got \[0, 1\]"):
         to_maxtext({0: layers[0], 1: layers[1]}, scan=True)
     uneven = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:8])
-    with pytest.raises(ValueError, match="layers: expected two types in turn from layer 3 on"):
+    with pytest.raises(ValueError, match="layers: expected two alternating types from layer 3 on"):
         from_maxtext(to_maxtext(layers, scan=True), uneven)
     none: Any = None
     with pytest.raises(ValueError, match="config: expected an AttentionConfig, got NoneType"):

@@ -16,11 +16,7 @@ from foveal.testing.checkpoints import write_random_checkpoint
 from tests.checkpoint.faulty import CONFIG, L0, L2, WKV, WQ_A, Tensors, problems_of, tensors_of, written, zeros
 from tests.checkpoint.hostile import packed
 
-
-@pytest.fixture(autouse=True)
-def unchecked_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------
@@ -232,8 +228,8 @@ BAD_LAYERS: dict[str, tuple[object, str]] = {
     "of bools": ([True], "layers: expected ints from 0 to 2, got True"),
     "of None": ([None], "layers: expected ints from 0 to 2, got None"),
     "of lists": ([[0]], r"layers: expected ints from 0 to 2, got \[0\]"),
-    "repeated": ([0, 0], r"layers: expected each layer once, got \[0\] more often"),
-    "two repeated": ([2, 1, 0, 1, 2], r"layers: expected each layer once, got \[1, 2\] more often"),
+    "repeated": ([0, 0], r"layers: expected each layer once, got \[0\] more than once"),
+    "two repeated": ([2, 1, 0, 1, 2], r"layers: expected each layer once, got \[1, 2\] more than once"),
 }
 
 

@@ -45,7 +45,7 @@ def verify_tables() -> list[Table]:
     spread = Range(-0.0123, 1.2345e-5)
     found = Statistics(24, 1234, ("BF16", "F8_E4M3"), False, (), (), spread, spread, spread)
     compared = {dtype: Comparison(1.2e-6, 3.4e-7, 88, 0.987, ()) for dtype in ("float32", "bfloat16")}
-    reports = [verify.LayerCheck(layer, LayerType.CSA, (), found, compared) for layer in (0, 42)]
+    reports = [verify.VerifiedLayer(layer, LayerType.CSA, (), found, compared) for layer in (0, 42)]
     return [verify._weights_table(reports), verify._comparison_table(reports, "transformers 5.24.0")]
 
 

@@ -146,7 +146,7 @@ def test_rows_too_short_for_an_entry_are_said_to_have_none(run_one_layer, capsys
     for length, said in (("3", True), ("48", False)):
         assert run_one_layer(LayerType.CSA, length) == 0
         printed = capsys.readouterr().out
-        none = "CSA: no entries to compare, as each is of 4 tokens and the longest document has 3; only the windows"
+        none = "CSA: no entries to compare, as each covers 4 tokens and the longest document has 3; only the sliding"
         assert (none in printed) is said
         assert printed.splitlines()[-1].startswith("PASS")
 

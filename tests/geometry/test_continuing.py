@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,12 +11,6 @@ from foveal.geometry import Documents, EntryRange, Visibility, WindowLayout, win
 from foveal.testing.generators import random_segment_ids
 
 SIZE = 9  # new rows
-
-
-@pytest.fixture
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 WHOLE = 40
@@ -109,7 +102,7 @@ def test_what_stands_before_them_must_be_told():
     documents = Documents.continuing(*row(5, 3), SIZE)
     with pytest.raises(ValueError, match=r"^history: expected the sliding_window - 1 = 3 raw keys .*, got 0"):
         Visibility(documents, 4)
-    with pytest.raises(ValueError, match=r"^entries: expected the number of slots of .* that continue, got None"):
+    with pytest.raises(ValueError, match=r"^entries: expected a number of slots for .* that continue, got slots=None"):
         Visibility(documents, 4, 2, history=3)
     with pytest.raises(ValueError, match=r"^documents: expected documents without first_row, got rows of a longer row"):
         WindowLayout.of(documents, 2)

@@ -10,21 +10,16 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 from foveal import Documents, Visibility, WindowLayout, core_attention, explain, pack_documents, select_entries
 from foveal.geometry import EntryRange, as_documents, as_visibility, documents
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 S = 4
 IDS = np.array([[1, 1, 2, 2, 2, 0, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5]])
-
-
-@pytest.fixture(autouse=True)
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
@@ -123,7 +118,7 @@ def test_segment_ids_are_no_document_starts(traced):
     def make(ids):
         return Documents(ids).document_start
 
-    with pytest.raises(ValueError, match=r"^document_start: expected by its name, got .*Documents\.from_segment_ids"):
+    with pytest.raises(ValueError, match=r"^document_start: expected a keyword arg.*Documents\.from_segment_ids"):
         (jax.jit(make) if traced else make)(lookalike)
 
 

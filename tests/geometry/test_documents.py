@@ -2,35 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foveal.geometry import Documents
+from tests.support.documents import segment_ids
 
 LENGTHS = (1, 7, 24)
 EVERYTHING = range(1, 20)
-
-
-@pytest.fixture
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-def segment_ids(length: int, batch: int = 2) -> st.SearchStrategy[np.ndarray]:
-    """Rows of runs of any lengths: ids in no order and coming back, padding (0) anywhere, the last run cut short."""
-    sizes = st.one_of(st.integers(1, 4), st.integers(1, length))
-    runs = st.lists(st.tuples(st.sampled_from([0, 7, 2, 5]), sizes), min_size=1, max_size=length)
-
-    def lay(runs: list[tuple[int, int]]) -> np.ndarray:
-        ids, sizes = np.array(runs, np.int32).T
-        row = np.repeat(ids, sizes)[:length]
-        return np.pad(row, (0, length - len(row)))
-
-    return st.lists(runs.map(lay), min_size=batch, max_size=batch).map(np.stack)
 
 
 def expected_start(row: np.ndarray) -> list[int]:

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,12 +14,6 @@ from foveal.geometry import Documents, WindowLayout, left_aligned, pack_document
 ROW = 10
 lengths_of_some = st.lists(st.integers(1, ROW), min_size=1, max_size=8)
 alignments = pytest.mark.parametrize("align", [1, 2, 3, 4, 10, 16])
-
-
-@pytest.fixture
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def numbered(lengths: list[int], dtype=np.int32) -> list[np.ndarray]:

@@ -1,12 +1,10 @@
 """Who sees what: against brute force, and each property of the law that something else relies on."""
 
 import functools
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,41 +13,14 @@ from hypothesis import strategies as st
 from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.reference import reference_visibility
+from tests.support.documents import documents_of, segment_ids
+from tests.support.programs import largest_array
 
 RATIOS = (0, 1, 2, 3, 4, 8)
 WINDOWS = (1, 3, 8)
 # 24 is a multiple of every ratio, 26 of neither 4 nor 8, and 7 is shorter than a window of 8.
 SHAPES = [*((length, ratio) for length in (7, 24) for ratio in RATIOS), (26, 4), (26, 8)]
 shapes = pytest.mark.parametrize(("length", "ratio"), SHAPES)
-
-
-@pytest.fixture
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-def segment_ids(length: int, batch: int = 2) -> st.SearchStrategy[np.ndarray]:
-    """Rows of runs of any lengths: ids in no order and coming back, padding (0) anywhere, the last run cut short."""
-    sizes = st.one_of(st.integers(1, 4), st.integers(1, length))
-    runs = st.lists(st.tuples(st.sampled_from([0, 7, 2, 5]), sizes), min_size=1, max_size=length)
-
-    def lay(runs: list[tuple[int, int]]) -> np.ndarray:
-        ids, sizes = np.array(runs, np.int32).T
-        row = np.repeat(ids, sizes)[:length]
-        return np.pad(row, (0, length - len(row)))
-
-    return st.lists(runs.map(lay), min_size=batch, max_size=batch).map(np.stack)
-
-
-def documents_of(row: np.ndarray) -> list[tuple[int, int]]:
-    """First row and one past the last of every document."""
-    found, t = [], 0
-    for value, run in itertools.groupby(row.tolist()):
-        size = len(list(run))
-        found += [(t, t + size)] if value else []
-        t += size
-    return found
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -257,12 +228,6 @@ def test_empty_batches_and_rows_shorter_than_a_window(batch, length, ratio):
     assert sight.dense().shape == (batch, length, length + slots)
     assert sight.window_counts.shape == sight.entry_counts.shape == (batch, length)
     assert sight.sees_slots(jnp.zeros((batch, length, 2), jnp.int32)).shape == (batch, length, 2)
-
-
-def largest_array(function, *arguments) -> int:
-    """Elements of the largest array anywhere in the traced computation."""
-    shapes = re.findall(r"\w\[([\d,]+)\]", str(jax.make_jaxpr(function)(*arguments)))
-    return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 
 
 def test_nothing_but_the_masks_is_quadratic():

@@ -1,11 +1,9 @@
 """Which rows form which entry: by brute force over documents and windows, gathered, reshaped and sharded."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,38 +11,11 @@ from hypothesis import strategies as st
 
 from foveal.geometry import Documents, WindowLayout
 from foveal.testing.generators import distinct_values, random_segment_ids
+from tests.support.documents import documents_of, segment_ids
 
 # 24 is a multiple of every ratio, 26 of neither 4 nor 8, and 7 is shorter than a window of 8.
 SHAPES = [*((length, ratio) for length in (7, 24) for ratio in (1, 2, 3, 4, 8)), (26, 4), (26, 8)]
 shapes = pytest.mark.parametrize(("length", "ratio"), SHAPES)
-
-
-@pytest.fixture
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-def segment_ids(length: int, *, multiple: int = 1, batch: int = 2) -> st.SearchStrategy[np.ndarray]:
-    """Rows of runs that start at multiples of `multiple`, of any ids in any order, padding (0) anywhere."""
-    sizes = st.one_of(st.integers(1, 4), st.integers(1, length))
-    runs = st.lists(st.tuples(st.sampled_from([0, 7, 2, 5]), sizes), min_size=1, max_size=length)
-
-    def lay(runs: list[tuple[int, int]]) -> np.ndarray:
-        row = [i for value, size in runs for i in [value] * size + [0] * (-size % multiple)]
-        return np.array((row + [0] * length)[:length], np.int32)
-
-    return st.lists(runs.map(lay), min_size=batch, max_size=batch).map(np.stack)
-
-
-def documents_of(row: np.ndarray) -> list[tuple[int, int]]:
-    """First row and one past the last of every document."""
-    found, t = [], 0
-    for value, run in itertools.groupby(row.tolist()):
-        size = len(list(run))
-        found += [(t, t + size)] if value else []
-        t += size
-    return found
 
 
 def windows_of(row: np.ndarray, ratio: int) -> dict[int, tuple[int, int]]:

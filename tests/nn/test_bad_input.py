@@ -4,22 +4,17 @@ import re
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, WindowLayout, rope_table
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 CONFIG = AttentionConfig.tiny()
 X = jax.ShapeDtypeStruct((2, 9, 64), jnp.float32)
 IDS = np.ones((2, 9), np.int32)
-
-
-@pytest.fixture(autouse=True)
-def unchecked_annotations(monkeypatch):
-    """Calls as a user makes them: this suite's check of annotations would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="module")

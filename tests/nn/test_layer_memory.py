@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, LayerType
-from tests.backends.splash_problem import equations
+from tests.support.programs import equations
 
 CONFIG = dataclasses.replace(AttentionConfig.tiny(), index_topk=64, sliding_window=32)
 

@@ -1,7 +1,6 @@
 """What people do to a layer: jit, grad, remat, stack and scan, shard, rename, load, build without memory."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from foveal.ops import indexing
 from foveal.testing.generators import random_hidden, random_params, random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.parameters import get_params, set_params
+from tests.support.programs import array_sizes, equations
 
 CONFIG = AttentionConfig.tiny()
 LAYER_TYPES = tuple(LayerType)
@@ -41,19 +41,6 @@ def flat(state):
 
 def arrays(state):
     return {name: variable[...] for name, variable in flat(state).items()}
-
-
-def equations(jaxpr):
-    """Every equation of a program, those inside other equations included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
-            if is_program(value):
-                yield from equations(getattr(value, "jaxpr", value))
-
-
-def is_program(value):
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def count(jaxpr, primitive):
@@ -354,7 +341,7 @@ def test_index_scores_of_all_heads_never_exist_at_once(packed, with_gradients):
         return jnp.sum(nnx.merge(graphdef, state)(x, ids))
 
     program = jax.make_jaxpr(jax.grad(forward, argnums=(0, 1)) if with_gradients else forward)(state, x, ids)
-    sizes = [math.prod(var.aval.shape) for e in equations(program.jaxpr) for var in e.outvars]
+    sizes = array_sizes(program.jaxpr)
     assert max(sizes) < length * (length // config.csa_ratio) * heads
     assert max(sizes) >= length * heads * config.index_head_dim  # the queries, so the program was looked into
 
@@ -373,7 +360,7 @@ def test_no_array_of_a_layer_has_rows_times_rows_or_entries(layer_type, packed):
         return jnp.sum(nnx.merge(graphdef, state)(x, ids))
 
     program = jax.make_jaxpr(jax.grad(forward, argnums=(0, 1)))(state, x, ids)
-    sizes = [math.prod(var.aval.shape) for e in equations(program.jaxpr) for var in e.outvars]
+    sizes = array_sizes(program.jaxpr)
     assert (
         length * CONFIG.num_attention_heads * CONFIG.head_dim <= max(sizes) < length * length // CONFIG.hca_ratio // 4
     )

@@ -1,12 +1,10 @@
 """Core attention against the reference in float64: outputs, log-sum-exps, every gradient, every implementation."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from foveal.backends import registry
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
-from foveal.testing.reference import reference_core_attention, reference_visibility
+from foveal.testing.reference import reference_visibility
+from tests.support import core_attention as support
+from tests.support.core_attention import IMPLEMENTATIONS, NAMES, assert_same, both_ways
+from tests.support.programs import equations
 
 B, S, H, D, W, M, K = 2, 19, 5, 8, 4, 3, 3
 C = S // M
-IMPLEMENTATIONS = tuple(name for name in registry.names() if not name.startswith("splash"))  # those need TPUs
 PACKED = np.array([[0] * 2 + [1] * 10 + [2] * 2 + [1] * 5, [5] * 18 + [0]], np.int32)
 FULL = np.ones((B, S), np.int32)
-NAMES = ("q", "kv", "entries", "sinks")
 
 
 def seen_in(segment_ids: np.ndarray) -> Visibility:
@@ -56,49 +54,15 @@ def unit_cotangents(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return both[0] / np.linalg.norm(both[0]), both[1] / np.linalg.norm(both[1])
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "implementation"))
-def attend(args, visibility, indices, cotangents, *, scale=None, implementation=None):
-    """Output and log-sum-exp, and the gradients of q, kv, entries and sinks."""
-
-    def run(q, kv, entries, sinks):
-        return core_attention(
-            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, scale=scale, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
-
-    results, pull = jax.vjp(run, *args)
-    cotangents = tuple(c.astype(r.dtype) for c, r in zip(cotangents, results, strict=True))
-    return results, dict(zip(NAMES, pull(cotangents), strict=True))
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def attend_by_the_reference(args, masks, cotangents, scale):
-    def run(q, kv, entries, sinks):
-        a_row = functools.partial(reference_core_attention, sinks=sinks, scale=scale)
-        return jax.vmap(a_row)(q, kv, entries, *masks)
-
-    results, pull = jax.vjp(run, *args)
-    return results, dict(zip(NAMES, pull(tuple(cotangents)), strict=True))
+attend = jax.jit(both_ways, static_argnames=("scale", "implementation"))
 
 
 def expectation(args, segment_ids: np.ndarray, indices: np.ndarray | None, cotangents, scale: float = D**-0.5):
-    """The same as `attend` from the reference, in float64."""
+    """The same from the reference, in float64."""
     window, entry = reference_visibility(segment_ids, W, M)
     if indices is not None:
         entry &= (np.asarray(indices)[..., None] == np.arange(C)).any(2)
-    with jax.enable_x64(True):
-        wide = [None if a is None else jnp.asarray(np.asarray(a), jnp.float64) for a in args]
-        return jax.device_get(
-            attend_by_the_reference(wide, (window, entry), [c.astype(np.float64) for c in cotangents], scale)
-        )
-
-
-def assert_all_close(actual, expected, dtype: Any = np.float32) -> None:
-    (out, lse), gradients = actual
-    (expected_out, expected_lse), expected_gradients = expected
-    assert_close(out, expected_out, dtype)
-    assert_close(lse, expected_lse, np.float64 if dtype == np.float64 else np.float32, what="lse")
-    assert_gradients_close(gradients, expected_gradients, dtype)
+    return support.expectation(args, (window, entry), cotangents, scale)
 
 
 # ------------------------------------------------------------------------------------------------------------- parity
@@ -116,7 +80,7 @@ def test_outputs_and_gradients_match_the_reference(ids, indexed, with_sinks, cot
     cotangents = (of_out * (cotangent != "lse"), of_lse * (cotangent != "out"))
     actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
     expected = expectation(args, ids, indices, cotangents)
-    assert_all_close(actual, expected)
+    assert_same(actual, expected)
     reached = {name for name, gradient in expected[1].items() if gradient is not None and (gradient != 0).any()}
     assert reached == set(NAMES) - ({"sinks"} if cotangent == "lse" or not with_sinks else set())
 
@@ -127,7 +91,7 @@ def test_any_packed_rows_match_the_reference(implementation, seed, longest, inde
     ids, args = random_segment_ids(seed, B, S, max_document=longest), problem(seed)
     indices, cotangents = some_indices(seed) if indexed else None, unit_cotangents(seed)
     actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
-    assert_all_close(actual, expectation(args, ids, indices, cotangents))
+    assert_same(actual, expectation(args, ids, indices, cotangents))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -141,7 +105,7 @@ def test_static_facts_about_documents_change_nothing(documents, implementation):
     args, indices, cotangents = problem(2), some_indices(2), unit_cotangents(2)
     ids = np.where(documents.is_padding, 0, 1)
     actual = attend(args, Visibility(documents, W, M), indices, cotangents, implementation=implementation)
-    assert_all_close(actual, expectation(args, ids, indices, cotangents))
+    assert_same(actual, expectation(args, ids, indices, cotangents))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -158,7 +122,7 @@ def test_without_entries_there_is_the_window_alone(implementation):
         absent = actual_gradients.pop("entries")
         assert absent is None if entries is None else absent.shape == nothing.shape
         wanted = {name: g for name, g in gradients.items() if name != "entries"}
-        assert_all_close((actual, actual_gradients), (expected, wanted))
+        assert_same((actual, actual_gradients), (expected, wanted))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -166,7 +130,7 @@ def test_without_entries_there_is_the_window_alone(implementation):
 def test_scale_is_of_the_logits_and_not_of_the_sink(scale, implementation):
     args, cotangents = problem(4), unit_cotangents(4)
     actual = attend(args, seen_in(PACKED), None, cotangents, scale=scale, implementation=implementation)
-    assert_all_close(actual, expectation(args, PACKED, None, cotangents, scale=float(scale)))
+    assert_same(actual, expectation(args, PACKED, None, cotangents, scale=float(scale)))
 
 
 MISTAKES = {
@@ -220,7 +184,7 @@ def test_float64_inputs_are_computed_in_float64(implementation):
         indices, cotangents = some_indices(7), unit_cotangents(7)
         actual = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
         assert {a.dtype for a in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
-        assert_all_close(actual, expectation(args, PACKED, indices, cotangents), np.float64)
+        assert_same(actual, expectation(args, PACKED, indices, cotangents), np.float64, np.float64)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -272,7 +236,7 @@ def test_results_over_disjoint_keys_merge_by_their_log_sum_exps(implementation):
     gradients = pull(tuple(jnp.asarray(c, jnp.float32) for c in cotangents))
     expected, expected_gradients = expectation((q, kv, entries, None), PACKED, None, cotangents)
     actual = (results, dict(zip(NAMES[:3], gradients, strict=True)))
-    assert_all_close(actual, (expected, {name: expected_gradients[name] for name in NAMES[:3]}))
+    assert_same(actual, (expected, {name: expected_gradients[name] for name in NAMES[:3]}))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -331,17 +295,6 @@ def test_documents_and_indices_are_data():
 
 
 # ----------------------------------------------------------------------------------------- one head of keys and values
-
-
-def equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
-    def is_jaxpr(value: object) -> bool:
-        return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
-
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def repeats_keys(function, *args) -> bool:

@@ -8,15 +8,14 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from foveal.backends import registry
 from foveal.geometry import Documents, Visibility
-from foveal.ops import core_attention
 from foveal.testing.numerics import assert_close, assert_gradients_close
-from foveal.testing.reference import reference_core_attention, reference_visibility
+from foveal.testing.reference import reference_visibility
+from tests.support import core_attention as support
+from tests.support.core_attention import IMPLEMENTATIONS, assert_same, both_ways
 
 B, S, H, D, W, M, K = 2, 17, 3, 6, 4, 3, 4
 C = S // M
-IMPLEMENTATIONS = tuple(name for name in registry.names() if not name.startswith("splash"))  # those need TPUs
 # Row 0: documents at 2 and 12, padding left and right; row 1: one document.
 PACKED = np.array([[0] * 2 + [1] * 10 + [2] * 4 + [0], [1] * S], np.int32)
 PADDING = PACKED == 0
@@ -41,42 +40,15 @@ def cotangents_of(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames="implementation")
 def attend(args, indices, cotangents, visibility=VISIBILITY, *, implementation=None):
-    """Output and log-sum-exp, and the gradients of q, kv, entries and sinks."""
-
-    def run(q, kv, entries, sinks):
-        return core_attention(
-            q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, return_lse=True,
-            implementation=implementation,
-        )  # fmt: skip
-
-    results, pull = jax.vjp(run, *args)
-    return results, pull(cotangents)
-
-
-@jax.jit
-def attend_by_the_reference(args, entry_mask, cotangents):
-    def run(q, kv, entries, sinks):
-        a_row = functools.partial(reference_core_attention, sinks=sinks, scale=D**-0.5)
-        return jax.vmap(a_row)(q, kv, entries, WINDOW_MASK, entry_mask)
-
-    results, pull = jax.vjp(run, *args)
-    return results, pull(cotangents)
+    return both_ways(args, visibility, indices, cotangents, implementation)
 
 
 def expectation(args, entry_mask: np.ndarray = ENTRY_MASK, cotangents=None):
-    with jax.enable_x64(True):
-        args, cotangents = jax.tree.map(lambda a: a.astype(np.float64), (args, cotangents or cotangents_of()))
-        return jax.device_get(attend_by_the_reference(args, entry_mask, cotangents))
+    return support.expectation(args, (WINDOW_MASK, entry_mask), cotangents or cotangents_of(), D**-0.5)
 
 
 def assert_all_equal(actual, expected) -> None:
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def assert_all_close(actual, expected) -> None:
-    for got, want in zip(actual[0], expected[0], strict=True):
-        assert_close(got, want, np.float32)
-    assert_gradients_close(actual[1], expected[1], np.float32)
 
 
 def rows_of(*slots: int) -> np.ndarray:
@@ -102,8 +74,8 @@ def test_indices_are_a_set_of_slots(indices, same_as, implementation):
     args, cotangents = problem(), cotangents_of()
     actual = attend(args, rows_of(*indices), cotangents, implementation=implementation)
     mask = ENTRY_MASK & np.isin(np.arange(C), [i for i in same_as if i >= 0])
-    assert_all_close(actual, expectation(args, mask))
-    assert_all_close(actual, attend(args, rows_of(*same_as), cotangents, implementation=implementation))
+    assert_same(actual, expectation(args, mask))
+    assert_same(actual, attend(args, rows_of(*same_as), cotangents, implementation=implementation))
 
 
 @every_implementation
@@ -112,8 +84,8 @@ def test_slots_that_a_query_does_not_see_are_ignored(implementation):
     args, cotangents = problem(), cotangents_of()
     assert not ENTRY_MASK.any(1).all()
     actual = attend(args, rows_of(*range(C)), cotangents, implementation=implementation)
-    assert_all_close(actual, expectation(args))
-    assert_all_close(actual, attend(args, None, cotangents, implementation=implementation))
+    assert_same(actual, expectation(args))
+    assert_same(actual, attend(args, None, cotangents, implementation=implementation))
 
 
 @every_implementation
@@ -124,11 +96,11 @@ def test_minus_one_is_not_slot_zero(implementation):
         attend(args, rows_of(*slots), cotangents, implementation=implementation)
         for slots in ((0, -1, -1), (-1, -1, -1))
     )
-    assert_all_close(first, expectation(args, ENTRY_MASK & (np.arange(C) == 0)))
-    assert_all_close(none, expectation(args, np.zeros_like(ENTRY_MASK)))
-    reached = np.asarray(first[1][2]).any(-1)
+    assert_same(first, expectation(args, ENTRY_MASK & (np.arange(C) == 0)))
+    assert_same(none, expectation(args, np.zeros_like(ENTRY_MASK)))
+    reached = np.asarray(first[1]["entries"]).any(-1)
     np.testing.assert_array_equal(reached, np.broadcast_to(np.arange(C) == 0, (B, C)))
-    np.testing.assert_array_equal(none[1][2], 0.0)
+    np.testing.assert_array_equal(none[1]["entries"], 0.0)
 
 
 @every_implementation
@@ -156,7 +128,7 @@ def test_infinite_and_extreme_sinks(sinks, implementation):
     """-inf is no sink, +inf leaves zeros, each head on its own; gradients are finite; the log-sum-exp ignores it."""
     args, cotangents = (*problem()[:3], np.array(sinks, np.float32)), cotangents_of()
     (out, lse), gradients = attend(args, None, cotangents, implementation=implementation)
-    assert_all_close(((out, lse), gradients), expectation(args))
+    assert_same(((out, lse), gradients), expectation(args))
     (without, without_lse), _ = attend((*args[:3], None), None, cotangents, implementation=implementation)
     np.testing.assert_array_equal(lse, without_lse)
     for head, sink in enumerate(sinks):
@@ -165,8 +137,8 @@ def test_infinite_and_extreme_sinks(sinks, implementation):
         if sink == np.inf:
             np.testing.assert_array_equal(out[:, :, head], 0.0)
         if np.isinf(sink):
-            assert gradients[3][head] == 0.0
-    assert all(np.isfinite(g).all() for g in gradients)
+            assert gradients["sinks"][head] == 0.0
+    assert all(np.isfinite(g).all() for g in gradients.values())
 
 
 @every_implementation
@@ -177,7 +149,7 @@ def test_gradient_of_a_sink_by_hand(implementation):
     share = 1 / (1 + np.exp(np.asarray(lse, np.float64) - args[3]))
     by_hand = -(share[..., None] * np.asarray(out, np.float64) * of_out).sum((0, 1, 3))
     assert np.abs(by_hand).min() > 0.05
-    assert_gradients_close(gradients[3], by_hand, np.float32)
+    assert_gradients_close(gradients["sinks"], by_hand, np.float32)
 
 
 @every_implementation
@@ -186,7 +158,7 @@ def test_gradient_of_a_sink_with_a_small_share(sink, implementation):
     """As over long contexts, where the keys take nearly all: 1 - sigmoid would cancel to a few digits, then to zero."""
     args = (*problem(7)[:3], np.full(H, sink, np.float32))
     actual = attend(args, None, cotangents_of(), implementation=implementation)
-    assert_all_close(actual, expectation(args))
+    assert_same(actual, expectation(args))
 
 
 # ------------------------------------------------------------------------------------------------- poison and padding
@@ -215,7 +187,7 @@ def test_poison_in_a_key_reaches_those_who_see_it_and_nobody_else(poison, implem
             np.testing.assert_array_equal(np.asarray(got)[~seeing], np.asarray(want)[~seeing])
         assert_all_equal(gradients, clean[1])
     assert clean is not None
-    assert (np.asarray(clean[1][1]) != 0).any()
+    assert (np.asarray(clean[1]["kv"]) != 0).any()
 
 
 @every_implementation
@@ -258,9 +230,9 @@ def test_padding_gives_exact_zeros_and_takes_no_gradient(sinks, poison, implemen
     (out, lse), gradients = actual = attend(args, None, cotangents, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(out)[PADDING], 0.0)
     np.testing.assert_array_equal(np.asarray(lse)[PADDING], -np.inf)
-    np.testing.assert_array_equal(np.asarray(gradients[0])[PADDING], 0.0)
-    np.testing.assert_array_equal(np.asarray(gradients[1])[PADDING], 0.0)
-    np.testing.assert_array_equal(np.asarray(gradients[2])[~ENTRY_MASK.any(1)], 0.0)
+    np.testing.assert_array_equal(np.asarray(gradients["q"])[PADDING], 0.0)
+    np.testing.assert_array_equal(np.asarray(gradients["kv"])[PADDING], 0.0)
+    np.testing.assert_array_equal(np.asarray(gradients["entries"])[~ENTRY_MASK.any(1)], 0.0)
     assert_all_equal(actual, clean)
 
 
@@ -271,7 +243,7 @@ def test_a_batch_of_nothing_but_padding(implementation):
     (out, lse), gradients = attend(args, rows_of(0, 1), cotangents_of(), nothing, implementation=implementation)
     np.testing.assert_array_equal(out, 0.0)
     np.testing.assert_array_equal(lse, -np.inf)
-    for gradient in gradients:
+    for gradient in gradients.values():
         np.testing.assert_array_equal(gradient, 0.0)
 
 
@@ -289,6 +261,6 @@ def test_large_logits(size, implementation):
         expected = expectation(args)
         # A logit of 1e4 is known to 1e-3 in float32, its gradients no better; the output hangs on the largest alone.
         np.testing.assert_allclose(lse, expected[0][1], rtol=1e-5)
-        assert all(np.isfinite(g).all() for g in (out, *gradients))
+        assert all(np.isfinite(g).all() for g in (out, *gradients.values()))
         seen_sink = np.asarray(lse)[..., None] < 0
         np.testing.assert_allclose(np.where(seen_sink, out, 0.0), np.where(seen_sink, expected[0][0], 0.0), atol=1e-5)

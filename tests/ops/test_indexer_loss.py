@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -20,6 +19,7 @@ from foveal.ops import IndexerLoss, core_attention, indexer_loss, select_entries
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.reference import reference_visibility
+from tests.support.programs import array_sizes
 
 loss_module = importlib.import_module("foveal.ops.indexer_loss")  # the package has its function by that name
 
@@ -321,18 +321,6 @@ def test_rows_too_short_for_an_entry(length):
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def sizes(jaxpr: jex.Jaxpr) -> list[int]:
-    """Elements of every array that a program makes, within loops too."""
-    found = []
-    for equation in jaxpr.eqns:
-        found += [math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars]
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner: Any = getattr(inner, "jaxpr", inner)
-            if isinstance(inner, jex.Jaxpr):
-                found += sizes(inner)
-    return found
-
-
 @pytest.mark.parametrize("top_k", [None, 16])
 def test_no_array_has_queries_times_entries(top_k):
     length, heads, dim = 1 << 15, 4, 8
@@ -350,7 +338,7 @@ def test_no_array_has_queries_times_entries(top_k):
     others = of((1, length, heads, dim), "float32"), of((1, slots, dim), "float32"), of((1, length, heads), "float32")
     indices = None if top_k is None else of((1, length, top_k), "int32")
     program = jax.make_jaxpr(jax.value_and_grad(loss))(student, *others, indices)
-    assert length * heads * dim <= max(sizes(program.jaxpr)) < length * slots / 64
+    assert length * heads * dim <= max(array_sizes(program.jaxpr)) < length * slots / 64
 
 
 # ----------------------------------------------------------------------------------------------------------- mistakes

@@ -1,13 +1,10 @@
 """The choice of entries: exact, ties to the lower slot, nothing unseen, whatever the block; and its memory."""
 
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.core
-import jax.extend.core as jex
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +14,7 @@ from foveal.geometry import Documents, TileRanges, Visibility
 from foveal.ops import indexing, select_entries
 from foveal.testing.generators import distinct_values, random_segment_ids
 from foveal.testing.reference import reference_top_k, reference_visibility
+from tests.support.programs import largest_array
 
 B, S, I, J, M = 2, 26, 3, 4, 3  # noqa: E741
 C = S // M
@@ -341,20 +339,7 @@ def test_no_gradient_passes():
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def sizes_in(jaxpr: jex.Jaxpr) -> Iterator[int]:
-    """Elements of every array a program makes, those inside its loops included."""
-    for equation in jaxpr.eqns:
-        yield from (v.aval.size for v in equation.outvars if isinstance(v.aval, jax.core.ShapedArray))
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from sizes_in(getattr(inner, "jaxpr", inner))
-
-
-def is_jaxpr(value: object) -> bool:
-    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
-
-
-def largest_array(length: int, *, block_size: int | None, heads: int = 8, dim: int = 2, ratio: int = 4) -> int:
+def largest_of_call(length: int, *, block_size: int | None, heads: int = 8, dim: int = 2, ratio: int = 4) -> int:
     """Elements of the largest array of a call with `length` rows, by tracing alone."""
 
     def run(q, weights, keys, start):
@@ -365,20 +350,19 @@ def largest_array(length: int, *, block_size: int | None, heads: int = 8, dim: i
     floats = [
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, length, heads, dim), (1, length, heads), (1, slots, dim))
     ]
-    jaxpr = jax.make_jaxpr(run)(*floats, jax.ShapeDtypeStruct((1, length), jnp.int32)).jaxpr
-    return max(sizes_in(jaxpr))
+    return largest_array(run, *floats, jax.ShapeDtypeStruct((1, length), jnp.int32))
 
 
 def test_scores_exist_for_one_block_at_a_time():
     length, slots, heads = 512, 128, 8
-    assert largest_array(length, block_size=None) <= length * slots * heads  # all of it: 2 MiB are no matter
+    assert largest_of_call(length, block_size=None) <= length * slots * heads  # all of it: 2 MiB are no matter
     for block_size in (16, 60):
-        assert largest_array(length, block_size=block_size) == block_size * slots * heads
-    assert largest_array(length, block_size=16) < length * slots
+        assert largest_of_call(length, block_size=block_size) == block_size * slots * heads
+    assert largest_of_call(length, block_size=16) < length * slots
 
 
 def test_memory_is_linear_in_the_rows():
-    sizes = {length: largest_array(length, block_size=None) for length in (1 << 14, 1 << 17, 1 << 20)}
+    sizes = {length: largest_of_call(length, block_size=None) for length in (1 << 14, 1 << 17, 1 << 20)}
     assert sizes[1 << 14] <= 1 << 22
     assert sizes[1 << 20] <= 8 * sizes[1 << 17]
     assert sizes[1 << 20] < (1 << 20) * (1 << 18) / 1000  # S x C
@@ -400,15 +384,9 @@ BAD = {
 GOOD = {"q": (B, S, I, J), "weights": (B, S, I), "keys": (B, C, J)}
 
 
-@pytest.fixture
-def without_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users call the library: its own messages, not those of the test suite's type checker."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_shapes_that_do_not_fit_are_refused_by_name(without_type_checks, case, jitted):
+def test_shapes_that_do_not_fit_are_refused_by_name(unchecked_annotations, case, jitted):
     name, changes = BAD[case]
     visibility = Visibility(Documents.unpacked(B, S), 4, M)
 
@@ -421,14 +399,14 @@ def test_shapes_that_do_not_fit_are_refused_by_name(without_type_checks, case, j
 
 @pytest.mark.parametrize("name", ["top_k", "block_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
-def test_counts_below_one_are_refused_by_name(without_type_checks, name, value):
+def test_counts_below_one_are_refused_by_name(unchecked_annotations, name, value):
     visibility = Visibility(Documents.unpacked(B, S), 4, M)
     counts = {"top_k": 3, "block_size": 4} | {name: value}
     with pytest.raises(ValueError, match=f"^{name}: expected an int >= 1, got "):
         select_entries(*(jnp.zeros(shape) for shape in GOOD.values()), visibility=visibility, **counts)
 
 
-def test_entries_are_asked_of_the_visibility(without_type_checks):
+def test_entries_are_asked_of_the_visibility(unchecked_annotations):
     """Keys that fit another ratio, or a layer without entries, are a mistake."""
     visibility = Visibility(Documents.unpacked(B, S), 4, M)
     for wrong in (0, 2):

@@ -1,7 +1,5 @@
 """Window pooling against a float64 brute force: packed rows, both kinds of window, and what must reach nothing."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -14,6 +12,7 @@ from foveal.geometry import Documents, WindowLayout
 from foveal.ops import pool_windows
 from foveal.testing.generators import distinct_values, random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
+from tests.support.documents import documents_of
 
 B, S, M, D = 2, 22, 4, 3  # two rows are left over after the last slot
 SLOTS = S // M
@@ -29,11 +28,6 @@ def pool_of(kv, gate, position_bias, segment_ids, *, overlap: bool, ratio: int =
 
 
 pool = jax.jit(pool_of, static_argnames=("overlap", "ratio"))
-
-
-def documents_of(row: np.ndarray) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
-    return [(int(a), int(b)) for a, b in itertools.pairwise(edges) if row[a] != 0]
 
 
 def pool_by_hand(kv, gate, bias, segment_ids: np.ndarray, *, overlap: bool, ratio: int = M):

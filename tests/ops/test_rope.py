@@ -6,7 +6,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -268,14 +267,8 @@ def test_mapped_over_vectors_and_tables(axes):
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.fixture
-def without_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As users call the library: its own messages, not those of the test suite's type checker."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.mark.parametrize("rope_dim", [-2, 0, 1, 7])
-def test_an_odd_or_empty_rope_is_refused(without_type_checks, rope_dim):
+def test_an_odd_or_empty_rope_is_refused(unchecked_annotations, rope_dim):
     with pytest.raises(ValueError, match=f"^rope_dim: expected an (even int|int >= 2), got {rope_dim}$"):
         rope_frequencies(MAIN, rope_dim)
 
@@ -289,7 +282,7 @@ def test_an_odd_or_empty_rope_is_refused(without_type_checks, rope_dim):
         pytest.param((1, 5, 8), id="one row, which would broadcast"),
     ],
 )
-def test_x_that_does_not_fit_the_table_is_refused(without_type_checks, shape):
+def test_x_that_does_not_fit_the_table_is_refused(unchecked_annotations, shape):
     table = rope_table(jnp.zeros((2, 5), jnp.int32), MAIN, 8)
     with pytest.raises(ValueError, match="x: expected"):
         apply_rope(jnp.zeros(shape), table)

@@ -1,1 +1,1 @@
-"""Implementations of the ops. Users name them (`implementation="dense"`), and never import them."""
+"""Implementations of core attention. Users choose one by name (`implementation="dense"`) instead of importing it."""

@@ -1,4 +1,4 @@
-"""Core attention by the book: every score is materialised. The obvious one, to be read and compared with."""
+"""Core attention with every score materialised: the plain implementation, to read and to compare with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from foveal.typing import Array, Precision, lowest
 
 
 class Dense(Backend):
-    """Builds [B, S, H, S] and [B, S, H, C] scores; computes in the accumulation dtype throughout."""
+    """Attention by [B, S, H, S] and [B, S, H, C] scores, in the accumulation dtype throughout."""
 
     name = "dense"
     quadratic = True
 
     def refusal(self, operands: Operands) -> str | None:
-        """It can do everything, at a price in memory."""
+        """Return None: it can run any call, at a cost in memory."""
         del operands
         return None
 
@@ -33,7 +33,7 @@ class Dense(Backend):
 
         logits = [_masked_logits(q, keys, mask, precision) for keys, mask in groups]
         peaks = jnp.stack([x.max(axis=-1, initial=lowest(dtype)) for x in logits])
-        peak = jax.lax.stop_gradient(jnp.where(padding, 0.0, jnp.max(peaks, axis=0)))  # all others see a key
+        peak = jax.lax.stop_gradient(jnp.where(padding, 0.0, jnp.max(peaks, axis=0)))  # every other query sees a key
         weights = [jnp.exp(x - peak[..., None]) for x in logits]
         total = sum((w.sum(axis=-1) for w in weights), start=jnp.zeros_like(peak))
         total = jnp.where(padding, 1.0, total)
@@ -49,7 +49,7 @@ class Dense(Backend):
 
 
 def _masked_logits(q: Array, keys: Array, mask: Array, precision: Precision) -> Array:
-    """[B, S, H, N]; all heads in one matmul of S * H rows, which CPUs run twice as fast as one per head."""
+    """Logits [B, S, H, N]: all heads in one matmul of S * H rows, which CPUs run twice as fast as one per head."""
     batch, length, heads, dim = q.shape
     rows = q.reshape(batch, length * heads, dim)
     logits = jnp.einsum("brd,bnd->brn", rows, keys, precision=precision)

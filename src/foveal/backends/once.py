@@ -1,8 +1,8 @@
-"""Derivative rules that hold for one derivative, in reverse mode: whoever asks for more is told so.
+"""Guards of derivative rules that hold for one derivative, in reverse mode: anything else raises.
 
 A `jax.custom_vjp` function passes its operands through `reverse_only`, and its rules compute with what `first_only`
-returns. Both return what they are given; compiled programs do not have them. What a forward rule saves must be what it
-was given itself: only that does JAX know to be an array that it has anyway.
+returns. Both return their operands; compiled programs do not contain them. A forward rule must save its own operands,
+not what `first_only` returns: JAX recognises only the former as arrays that it holds anyway.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 def reverse_only(sentence: str, operands: T) -> T:
-    """The operands. Tangents that forward mode computes raise NotImplementedError with the sentence.
+    """Return the operands; forward-mode differentiation raises NotImplementedError with the sentence.
 
-    Reverse mode transposes them away: in `jax.jit` they are told apart when the program is lowered.
+    Reverse mode transposes the tangents away: under `jax.jit` the modes are told apart when the program is lowered.
     """
     return _through(functools.partial(_reverse_only, sentence), operands)
 
 
 def first_only(sentence: str, operands: T) -> T:
-    """The operands. To differentiate what depends on them raises NotImplementedError with the sentence."""
+    """Return the operands; differentiating what depends on them raises NotImplementedError with the sentence."""
     return _through(functools.partial(_first_only, sentence), operands)
 
 
 def _through(function: Any, operands: T) -> T:
-    """All floats at once: one whose tangent is known to be zero must not be taken for forward mode's."""
+    """Apply `function` to all floats at once: alone, one whose tangent is a known zero would look like forward mode."""
     leaves, structure = jax.tree.flatten(operands)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     for n, leaf in zip(floats, function([leaves[n] for n in floats]), strict=True):
@@ -82,7 +82,7 @@ def _batched(arrays: Sequence[Array], axes: Sequence[Any], *, sentence: str) -> 
 
 
 _TANGENTS = Primitive("reverse_only")
-"""Linear: its operands, if it could be computed."""
+"""Linear: the identity, which raises when it is evaluated or lowered."""
 _TANGENTS.multiple_results = True
 _TANGENTS.def_impl(_raise)
 _TANGENTS.def_abstract_eval(lambda *avals, sentence: list(avals))

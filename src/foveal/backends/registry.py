@@ -1,4 +1,4 @@
-"""The only place that chooses an implementation."""
+"""Choice of the implementation that runs a call, made here only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foveal.backends.splash import Splash, SplashDynamic
 from foveal.checks import described
 
 _PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense())
-"""The order in which `implementation=None` tries them."""
+"""Order in which `implementation=None` tries them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Verdict:
     """One implementation's answer to a call.
 
     Attributes:
-        name: what `implementation=` takes.
+        name: name that `implementation=` takes.
         runs: whether this is the one that would run.
-        reason: why it would, could or cannot.
+        reason: why it would, could or cannot run the call.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation would run a call, and why the others would not. `print` it."""
+    """Printable report: which implementation would run a call, and why the others would not."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -41,18 +41,18 @@ class Explanation:
         return next((v.name for v in self.verdicts if v.runs), None)
 
     def __str__(self) -> str:
-        """One line an implementation, the chosen one marked."""
+        """One line per implementation, the chosen one marked."""
         width = max(len(v.name) for v in self.verdicts)
         return "\n".join(f"{'->' if v.runs else '  '} {v.name:<{width}}  {v.reason}" for v in self.verdicts)
 
 
 def names() -> tuple[str, ...]:
-    """Every implementation there is."""
+    """Names of all implementations."""
     return tuple(backend.name for backend in _PREFERENCE)
 
 
 def named(name: str) -> Backend:
-    """The implementation of that name.
+    """Return the implementation of that name.
 
     Raises:
         ValueError: there is none.
@@ -62,7 +62,7 @@ def named(name: str) -> Backend:
 
 
 def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ...], str | None]:
-    """All implementations, a configured one in the place of its namesake, and the name that was asked for."""
+    """All implementations, a configured one in place of its namesake, and the name that was asked for."""
     if isinstance(implementation, Backend):
         name = implementation.name
         return tuple(implementation if backend.name == name else backend for backend in _PREFERENCE), name
@@ -73,18 +73,18 @@ def _candidates(implementation: str | Backend | None) -> tuple[tuple[Backend, ..
 
 
 def _in_order(candidates: tuple[Backend, ...], name: str | None) -> list[Backend]:
-    """Those that may run, the best first. Linear memory first: a quadratic one is nobody's silent choice."""
+    """Candidates that may run, the best first. Unless named, quadratic ones come after all linear ones."""
     if name is not None:
         return [backend for backend in candidates if backend.name == name]
     return sorted(candidates, key=lambda backend: backend.quadratic)
 
 
 def choose(operands: Operands, implementation: str | Backend | None) -> Backend:
-    """The implementation that runs the call. A named one never gives way to another.
+    """Choose the implementation that runs the call. A named one is never replaced by another.
 
     Raises:
-        ValueError: `implementation` is not the name of one.
-        NotImplementedError: the named one, or every one, cannot do it; the message says why.
+        ValueError: `implementation` is not a known name.
+        NotImplementedError: the named one, or every one, cannot run the call; the message says why.
     """
     candidates, name = _candidates(implementation)
     for backend in _in_order(candidates, name):
@@ -95,10 +95,10 @@ def choose(operands: Operands, implementation: str | Backend | None) -> Backend:
 
 
 def explain(operands: Operands, implementation: str | Backend | None) -> Explanation:
-    """What each implementation would do with the call.
+    """Explain what each implementation would do with the call.
 
     Raises:
-        ValueError: `implementation` is not the name of one.
+        ValueError: `implementation` is not a known name.
     """
     candidates, name = _candidates(implementation)
     refusals = {backend.name: backend.refusal(operands) for backend in candidates}

@@ -11,20 +11,20 @@ from foveal.typing import Array, Bool, Float
 
 
 def share_of_keys(lse: Float[Array, "B S H"], sinks: Float[Array, " H"] | None) -> Float[Array, "B S H"]:
-    """What remains for the keys of a softmax whose denominator has the sink in it too.
+    """Share of the keys in a softmax whose denominator includes the sink.
 
-    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink): the factor for an attention that was normalised over its
-    keys alone. 1 for a sink of -inf, 0 for +inf; neither makes a NaN, forward or backward, as long as lse is finite.
+    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink): the factor for attention that was normalised over its keys
+    alone. 1 for a sink of -inf, 0 for +inf; neither produces NaN, forward or backward, as long as lse is finite.
     """
     return jnp.ones_like(lse) if sinks is None else keys_share(lse - sinks[None, None])
 
 
 @jax.custom_jvp
 def keys_share(margin: Float[Array, "..."]) -> Float[Array, "..."]:
-    """sigmoid(margin), whose derivative keeps its digits where the keys take nearly all.
+    """sigmoid(margin), with a derivative that stays accurate where the keys take nearly all of the softmax.
 
-    JAX differentiates sigmoid as y (1 - y), which cancels to nothing from a margin of 17 on: over a long context that
-    is where every sink's gradient lives.
+    JAX differentiates sigmoid as y (1 - y), which cancels to zero from a margin of 17 on. Over a long context, every
+    sink's gradient comes from such margins.
     """
     return jax.nn.sigmoid(margin)
 
@@ -37,18 +37,18 @@ def _keys_share_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arra
 
 
 class RowGradients(NamedTuple):
-    """What of a query's output and log-sum-exp the gradients of its logits take.
+    """Terms of a query's output and log-sum-exp in the gradients of its logits.
 
-    With p = exp(logit - lse) the weight of a key among the keys and f = sigmoid(lse - sink) the keys' share, out = f
-    sum_j p_j k_j. The gradient of logit j is p_j (f d_out . k_j + offset), that of k_j has a part f p_j d_out, and that
-    of the sink is -(1 - f) d_out . out.
+    Let p_j = exp(logit_j - lse) be the weight of key j among the keys, and f = sigmoid(lse - sink) the keys' share. The
+    output is f sum_j p_j k_j. The gradient of logit j is p_j (f d_out . k_j + offset), that of k_j has a part f p_j
+    d_out, and that of the sink is -(1 - f) d_out . out.
 
     Attributes:
         share: f.
-        lse: to compute p with; of queries that give no gradient so large that p = 0.
+        lse: for computing p_j; so large that p_j = 0 for queries that pass no gradient on.
         offset: d_lse - f d_out . out.
-        inner: d_out . out; 0 for queries that give no gradient.
-        sink_share: 1 - f, with all its digits; None without sinks.
+        inner: d_out . out; 0 for queries that pass no gradient on.
+        sink_share: 1 - f, without cancellation; None without sinks.
     """
 
     share: Array
@@ -65,14 +65,14 @@ def row_gradients(
     sinks: Float[Array, "..."] | None,
     silent: Bool[Array, "..."],
 ) -> RowGradients:
-    """See `RowGradients`; all of one shape, or broadcasting to it.
+    """Compute `RowGradients`. All arguments have one shape, or broadcast to it.
 
     Args:
         inner: d_out . out.
-        lse: over the keys alone.
+        lse: log-sum-exp over the keys alone.
         d_lse: its cotangent.
         sinks: logits, or None.
-        silent: queries that give no gradient: they saw nothing, or something that is not finite.
+        silent: queries that pass no gradient on: they saw nothing, or something non-finite.
     """
     weights_lse = jnp.where(silent, jnp.finfo(lse.dtype).max, lse)
     lse = jnp.where(silent, 0.0, lse)

@@ -1,4 +1,4 @@
-"""Weights in files: names, FP8, safetensors, MaxText."""
+"""Checkpoints: loading and saving attention weights as safetensors files, and converting MaxText's parameters."""
 
 from foveal.checkpoint.files import CheckpointError
 from foveal.checkpoint.load import load_attention

@@ -1,8 +1,9 @@
-"""Safetensors files and their index, read without trusting them.
+"""Reading safetensors files and their index without trusting them.
 
-`safetensors` checks a file's header: its length, the shapes, that tensors neither overlap nor leave gaps nor reach
-beyond the file. It can hand FP8 and BF16 tensors to NumPy in no way, so their bytes are read here; what it lets pass,
-two tensors of one name, is refused here. Nothing is unpickled, and no file outside the directory is opened.
+`safetensors` checks a file's header: its length, the shapes, and that tensors neither overlap, leave gaps nor reach
+beyond the file. It cannot return FP8 and BF16 tensors as NumPy arrays, so this module reads the bytes itself. It also
+refuses duplicate tensor names, which `safetensors` accepts. Nothing is unpickled, and no file outside the directory is
+opened.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ DTYPES: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "I64": np.dtype(np.int64),
 }
-"""Those dtypes of safetensors that released models are stored in, attention in the floating ones."""
+"""The safetensors dtypes that released models are stored in; attention uses the floating-point ones."""
 
 _SHOWN = 40
 _LFS_POINTER = b"version https://git-lfs"
-_PICKLES, _PICKLED = (".bin", ".pt", ".pth", ".pkl"), (b"PK\x03\x04", b"\x80\x02\x8a")  # torch's, new and old
+_PICKLES, _PICKLED = (".bin", ".pt", ".pth", ".pkl"), (b"PK\x03\x04", b"\x80\x02\x8a")  # PyTorch's new and old formats
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 48
 
 
@@ -44,12 +45,12 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged or is not what was expected.
 
     Args:
-        path: of the checkpoint.
-        problems: all that was found, each naming the tensor or file.
+        path: path of the checkpoint.
+        problems: every problem found, each naming its tensor or file.
 
     Attributes:
-        path: likewise.
-        problems: likewise, each on one line: what names say of themselves is not trusted either.
+        path: as given.
+        problems: as given, each on one line: names come from untrusted files, so control characters are escaped.
     """
 
     def __init__(self, path: os.PathLike[str] | str, problems: Iterable[str]) -> None:
@@ -61,14 +62,14 @@ class CheckpointError(ValueError):
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies.
+    """The location of a tensor in a file.
 
     Attributes:
         name: its name.
         dtype: as safetensors spells it.
         shape: its shape.
         file: the file that holds it.
-        start: of its first byte in the file.
+        start: offset of its first byte in the file.
         size: in bytes.
     """
 
@@ -80,10 +81,10 @@ class StoredTensor(NamedTuple):
     size: int
 
     def read(self) -> np.ndarray:
-        """The tensor, in memory of its own.
+        """Read the tensor into a new array.
 
         Raises:
-            CheckpointError: the file is gone, or shorter than its header says; or the dtype is none of `DTYPES`.
+            CheckpointError: the file is gone or shorter than its header says, or the dtype is not in `DTYPES`.
         """
         if self.dtype not in DTYPES:
             raise CheckpointError(self.file, [f"{self.name}: expected {', '.join(DTYPES)}, got {self.dtype}"])
@@ -98,16 +99,17 @@ class StoredTensor(NamedTuple):
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint: a directory, with or without an index, or one file.
+    """The tensors of a checkpoint: a directory, with or without an index, or a single file.
 
-    Headers are read when a tensor of theirs is asked for; without an index at once, as nothing else tells the names.
+    With an index, a file's header is read when one of its tensors is first requested. Without one, all headers are read
+    at once, because only they list the names.
 
     Args:
-        path: of a directory with `model.safetensors.index.json`, `model.safetensors` or other `.safetensors` files; of
-            an index; or of a `.safetensors` file.
+        path: a directory with `model.safetensors.index.json`, `model.safetensors` or other `.safetensors` files; or an
+            index; or a `.safetensors` file.
 
     Raises:
-        CheckpointError: there is nothing of the kind, or it is damaged.
+        CheckpointError: there is no checkpoint at the path, or it is damaged.
         ImportError: safetensors is missing.
     """
 
@@ -130,14 +132,14 @@ class CheckpointFiles:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files that hold tensors, whether they are here or not."""
+        """All files that hold tensors, including files of the index that do not exist."""
         return tuple(sorted(set(self.where.values())))
 
     def tensor(self, name: str) -> StoredTensor:
-        """One of the tensors named in `where`.
+        """Return the location of a tensor named in `where`.
 
         Raises:
-            CheckpointError: its file is missing or damaged, or does not hold what the index says.
+            CheckpointError: its file is missing or damaged, or does not hold the tensors that the index lists.
         """
         return self._header(self.where[name])[name]
 
@@ -152,7 +154,7 @@ class CheckpointFiles:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name.
+    """Read the header of a safetensors file: its tensors by name.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
@@ -169,7 +171,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except (safetensors.SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(file, [f"expected a safetensors file, {_why(file, error)}"]) from error
     header.pop("__metadata__", None)
-    if set(header) != names:  # two readers of one JSON text: it means the same to both, or nothing is read
+    if set(header) != names:  # refuse JSON that safetensors and `parse_json` read differently
         raise CheckpointError(file, ["expected a safetensors header, got one that can be read in two ways"])
     problems = [f"{name}: {problem}" for name, entry in header.items() if (problem := _malformed(entry))]
     if problems:
@@ -178,21 +180,21 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _malformed(entry: Any) -> str | None:
-    """What is wrong with a tensor's entry that safetensors lets pass: it reads lists as objects and the like."""
+    """Describe an error in a header entry that safetensors accepts, such as a list in place of an object; else None."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return "expected an object with dtype, shape and data_offsets"
     shape, offsets = entry.get("shape", ()), entry.get("data_offsets")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
             return "expected lists of whole numbers as shape and data_offsets"
-    # Of a tensor without elements the other axes may be of any length, which NumPy cannot hold.
+    # A tensor without elements may have other axes of any length, which NumPy cannot represent.
     if len(shape) > _MOST_AXES or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
-        return f"expected a shape that can be, got {str(shape)[:200]}"
+        return f"expected a shape of at most {_MOST_AXES} axes and {_MOST_ELEMENTS:,} elements, got {str(shape)[:200]}"
     return None
 
 
 def require_safetensors() -> Any:
-    """The module `safetensors`.
+    """Import and return the module `safetensors`.
 
     Raises:
         ImportError: it is missing; the message says what to install.
@@ -205,7 +207,7 @@ def require_safetensors() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice.
+    """Read a JSON object in which no key occurs twice.
 
     Raises:
         CheckpointError: the file is missing or holds something else.
@@ -219,14 +221,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_is_file(path: Path) -> None:
-    """Of pipes and devices reading would not end."""
+    """Check that the path is a regular file: reading a pipe or a device might never end."""
     if not os.path.isfile(path):
         what = "expected a file, got something else" if os.path.exists(path) else "there is no such file"
         raise CheckpointError(path, [what])
 
 
 def _why(file: Path, error: Exception) -> str:
-    """Why a file is no safetensors file, in words that say what to do where that is known."""
+    """Describe why a file is not a safetensors file and, where known, what to do about it."""
     try:
         with open(file, "rb") as opened:
             beginning, size = opened.read(len(_LFS_POINTER)), os.fstat(opened.fileno()).st_size
@@ -234,9 +236,9 @@ def _why(file: Path, error: Exception) -> str:
         return f"got {_one_line(error)}"
     if beginning.startswith(_PICKLED):
         fetch = f"{DOWNLOAD.format(ANY_MODEL)} fetches safetensors files"
-        return f"got a pickle of PyTorch's, which is not opened; {fetch}"
+        return f"got a PyTorch pickle, which is not opened; {fetch}"
     if beginning == _LFS_POINTER:
-        return "got a pointer of Git LFS to one: git lfs pull fetches it"
+        return "got a Git LFS pointer: git lfs pull fetches the file"
     return f"got {_one_line(error)}; it has {size:,} bytes, is it cut off?"
 
 
@@ -252,7 +254,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _refused(file: object) -> str | None:
-    """Why the name of a file in an index is not followed."""
+    """Describe why a file name in an index is refused; None if it is accepted."""
     if not isinstance(file, str):
         return f"expected the name of a file, got {type(file).__name__}"
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
@@ -300,5 +302,5 @@ def _one_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what would begin another line or steer a terminal."""
+    """Escape the characters of a text that would start a new line or control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

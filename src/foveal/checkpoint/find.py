@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the attention of its layers, and what is wrong with them. Reads headers only."""
+"""Finding a checkpoint's attention tensors and checking their names, dtypes and shapes. Reads headers only."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from foveal.config import AttentionConfig
 
 _PLAIN = ("BF16", "F16", "F32")
 _SCALES = ("F8_E8M0", "F32")
-# What a config may say of the quantisation: other blocks or codes could have the right shapes by chance.
+# The only quantisation accepted in a config: other block sizes or codes could have the right shapes by chance.
 _QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [fp8.BLOCK, fp8.BLOCK]}
 
 
 class Source(NamedTuple):
-    """A parameter's tensors.
+    """The tensors that hold a parameter.
 
     Attributes:
-        row: which parameter.
+        row: the parameter's row in the table of names.
         weight: the tensor.
-        scale: the scales of its blocks, where it is F8_E4M3.
+        scale: the scales of its blocks if it is F8_E4M3, else None.
     """
 
     row: Row
@@ -46,19 +46,19 @@ class Source(NamedTuple):
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """The one, or both."""
+        """The weight and, if there is one, its scale."""
         return (self.weight,) if self.scale is None else (self.weight, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCheckpoint:
-    """What of a checkpoint are layers of attention: found, checked, and not read yet.
+    """The attention layers of a checkpoint: found and checked, but not read yet.
 
     Attributes:
-        files: of the checkpoint.
-        config: of the model.
-        dialect: whose names it has.
-        layers: the parameters of each layer that was asked for.
+        files: the checkpoint's files.
+        config: the model's config.
+        dialect: the dialect of its names.
+        layers: the sources of each requested layer's parameters, by layer index.
     """
 
     files: CheckpointFiles
@@ -70,11 +70,11 @@ class AttentionCheckpoint:
 def open_checkpoint(
     path: str | os.PathLike[str], config: AttentionConfig | None = None
 ) -> tuple[CheckpointFiles, AttentionConfig]:
-    """A checkpoint's files, and its config if none is given.
+    """Return a checkpoint's files and config; the config is read from the checkpoint if none is given.
 
     Raises:
         CheckpointError: there is no checkpoint or no config, or it is damaged.
-        ValueError: not the config of a DeepSeek-V4 model, or an argument of the wrong type.
+        ValueError: the config is not that of a DeepSeek-V4 model, or an argument has the wrong type.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path: expected a path, got {type(path).__name__}")
@@ -94,7 +94,7 @@ def open_checkpoint(
 def find_attention(
     path: str | os.PathLike[str], config: AttentionConfig | None = None, layers: Iterable[int] | None = None
 ) -> AttentionCheckpoint:
-    """Finds and checks the tensors of attention layers; see `foveal.load_attention`."""
+    """Find and check the tensors of attention layers; see `foveal.load_attention`."""
     files, config = open_checkpoint(path, config)
     wanted = _wanted(config, layers)
     names = attention_names(files.where)
@@ -119,7 +119,7 @@ def find_attention(
 
 
 class _Finder:
-    """Finds the tensors of one layer, and notes what is wrong with them."""
+    """A search for one layer's tensors that records what is wrong with them."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Finder:
                 self.left[name.suffix] = name.full
 
     def sources(self) -> tuple[Source, ...]:
-        """Of every parameter that is all right."""
+        """Return the sources of all parameters without problems, and note the problems of the others."""
         if not self.left:
             self._note(f"{self.prefix}*", f"missing, all of layer {self.layer}")
             return ()
@@ -167,13 +167,13 @@ class _Finder:
             kinds = ", ".join(_PLAIN) + (" or F8_E4M3" if row.is_kernel else "")
             self._note(weight.name, f"expected {kinds}, got {weight.dtype}")
             self._check_shape(weight, expected)
-        for name in scale_names(suffix):  # of a weight of which nothing is known there is nothing to say
+        for name in scale_names(suffix):  # without a valid weight, do not report its scales as unexpected
             self.left.pop(name, None)
         return None
 
     def _scale(self, suffix: str, shape: tuple[int, int]) -> StoredTensor | None:
         given = [name for name in scale_names(suffix) if name in self.left] or [scale_names(suffix)[0]]
-        scale = self._tensor(given[0])  # of two, the other stays and is unexpected
+        scale = self._tensor(given[0])  # if there are two, the other one is reported as unexpected
         if scale is None:
             return None
         right = self._check_shape(scale, shape)
@@ -194,7 +194,7 @@ class _Finder:
             return None
         try:
             return self.files.tensor(name)
-        except CheckpointError as error:  # of a whole file: said once, not for each of its tensors
+        except CheckpointError as error:  # concerns the whole file: report it once, not once per tensor
             file = os.path.relpath(error.path, self.files.directory)
             self.problems |= dict.fromkeys(f"{file}: {problem}" for problem in error.problems)
             return None
@@ -217,7 +217,7 @@ def _wanted(config: AttentionConfig, layers: Iterable[int] | None) -> list[int]:
         wanted.append(int(layer))
     repeated = sorted(layer for layer, count in Counter(wanted).items() if count > 1)
     if repeated:
-        raise ValueError(f"layers: expected each layer once, got {repeated} more often")
+        raise ValueError(f"layers: expected each layer once, got {repeated} more than once")
     return sorted(wanted)
 
 

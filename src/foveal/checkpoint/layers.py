@@ -1,4 +1,4 @@
-"""Layers without arrays, by which files are read and written: what parameters there are, and their shapes."""
+"""Abstract layers: the parameters and shapes by which files are read and written, without any arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def abstract_layer(
     param_dtype: DTypeLike = jnp.float32,
     precision: Precision = None,
 ) -> CompressedAttention:
-    """A layer whose parameters are shapes: nothing is allocated."""
+    """Return a layer whose parameters are shapes and dtypes only: nothing is allocated."""
     return nnx.eval_shape(
         lambda: CompressedAttention(
             config, layer, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=nnx.Rngs(0)

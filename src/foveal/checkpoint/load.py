@@ -1,4 +1,4 @@
-"""Released weights into modules."""
+"""Loading released weights into modules."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ def load_attention(
     precision: Precision = None,
     sharding: Placement = None,
 ) -> dict[int, CompressedAttention]:
-    """The attention layers of a DeepSeek-V4 checkpoint.
+    """Load the attention layers of a DeepSeek-V4 checkpoint.
 
-    Released files (Flash, Pro and their Base variants), transformers' and those of `save_attention` are understood,
-    whichever names they have; FP8 weights are dequantised exactly. Only what is asked for is read, a tensor at a time.
-    Embeddings, experts and hyper-connections are passed over, and so are MTP layers.
+    Reads the released files (Flash, Pro and their Base variants), those of transformers and those of `save_attention`,
+    and recognises their names. FP8 weights are dequantised exactly. Only the requested layers are read, one tensor at a
+    time. Embeddings, experts, hyper-connections and MTP layers are ignored.
 
     Args:
-        path: a directory with `config.json` and safetensors files, with an index or without; or the index, or one such
-            file, beside a `config.json`. Links are followed: the Hugging Face cache is made of them.
-        config: of the model; read from `config.json` by default.
+        path: a directory with `config.json` and safetensors files, with or without an index; or the index or one such
+            file beside a `config.json`. Symbolic links are followed, as the Hugging Face cache consists of them.
+        config: the model's config; read from `config.json` by default.
         layers: indices of the layers to load; all by default.
-        dtype: of activations, as in `CompressedAttention`. By default, layer by layer, the narrowest that holds every
-            kernel of the file exactly: bfloat16 for the releases, float32 for FP8 with float32 scales, or with numbers
-            below bfloat16's.
-        param_dtype: of the kernels; `dtype` by default. FP8 numbers must not fall below its range, others are rounded
-            to it. Sinks, position biases and norm scales are float32 in any case.
-        precision: of the matmuls.
-        sharding: where the parameters go. A mesh: each by the names of its axes, under the rules in force
-            (`flax.core.spmd.logical_axis_rules`). A sharding: all by it. By default, JAX's default device.
+        dtype: dtype of activations, as in `CompressedAttention`. By default, for each layer, the narrowest dtype that
+            holds all of its kernels exactly: bfloat16 for the releases; float32 for FP8 with float32 scales, or with
+            numbers below bfloat16's range.
+        param_dtype: dtype of the kernels; `dtype` by default. FP8 numbers must not fall below its range; other numbers
+            are rounded to it. Sinks, position biases and norm scales are always float32.
+        precision: precision of the matmuls.
+        sharding: where the parameters go. A mesh places each parameter by its axis names, under the current rules
+            (`flax.core.spmd.logical_axis_rules`). A sharding applies to all parameters. By default, JAX's default
+            device.
 
     Returns:
         The layers by index, in ascending order.
 
     Raises:
-        CheckpointError: a `ValueError`. Tensors are missing, unexpected, or of another shape or dtype, all of them
-            listed in its `problems`; or a file is missing, damaged or hostile; or a scale or a code of FP8 is no
-            number, or a number is too large for the dtype or, in FP8, too small, all of a layer listed with their
-            places.
-        ValueError: no such layer, a dtype that is not floating, a sharding that does not fit, or not the config of a
-            DeepSeek-V4 model.
+        CheckpointError: a subclass of `ValueError`. Tensors are missing, unexpected, or of another shape or dtype, all
+            listed in its `problems`; or a file is missing, damaged or hostile; or an FP8 scale or code is not a number,
+            a number is too large for the dtype, or an FP8 number is too small for it, all listed with their places for
+            one layer.
+        ValueError: no such layer, a dtype that is not floating, a sharding that does not fit, or a config that is not
+            that of a DeepSeek-V4 model.
         ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).
     """
     _check_sharding(sharding)
@@ -84,7 +85,7 @@ def load_layer(
     precision: Precision = None,
     sharding: Placement = None,
 ) -> CompressedAttention:
-    """One of the layers that were found; arguments and errors are those of `load_attention`."""
+    """Load one of the layers that were found; arguments and errors are those of `load_attention`."""
     sources = found.layers[layer]
     scales = [None if source.scale is None else source.scale.read() for source in sources]
     kind = as_dtype("dtype", _narrowest(sources, scales) if dtype is None else dtype)
@@ -120,7 +121,7 @@ def _placements(state: Any, sharding: Placement) -> dict[tuple[Any, ...], jax.sh
 
 
 def _narrowest(sources: Sequence[Source], scales: Sequence[np.ndarray | None]) -> np.dtype:
-    """The narrowest dtype that holds every kernel exactly; float32 where there is none, as of products of float32."""
+    """The narrowest dtype that holds every kernel exactly; float32 if none does, as with float32 scales."""
     pairs = zip(sources, scales, strict=True)
     kinds = {_holding(source, scale) for source, scale in pairs if source.row.is_kernel}
     return kinds.pop() if len(kinds) == 1 else DTYPES["F32"]
@@ -132,7 +133,7 @@ def _holding(source: Source, scale: np.ndarray | None) -> np.dtype:
     if scale.dtype == np.float32:
         return DTYPES["F32"]
     narrow = DTYPES["BF16"]
-    # A kernel's numbers are read before their turn only if its scales leave it open.
+    # Read the kernel here, and again in `_read`, only if its scales alone do not decide.
     if len(fp8.blocks_in_doubt(scale, narrow)) and fp8.unheld(source.weight.read(), scale, narrow):
         return DTYPES["F32"]
     return narrow
@@ -141,7 +142,7 @@ def _holding(source: Source, scale: np.ndarray | None) -> np.dtype:
 def _read(
     source: Source, scale: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> tuple[np.ndarray | None, list[str]]:
-    """A parameter, or what is wrong with its numbers."""
+    """Read a parameter; return it, or None and the problems of its numbers."""
     weight = source.weight.read()
     if scale is None:
         stored, problems = _rounded(source.weight.name, weight, dtype)
@@ -174,7 +175,7 @@ def _no_numbers(stored: np.ndarray) -> str:
 
 
 def _rounded(name: str, stored: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, list[str]]:
-    with np.errstate(over="ignore"):  # it tells nothing of what ml_dtypes rounds
+    with np.errstate(over="ignore"):  # overflow is counted below: NumPy's warning misses ml_dtypes
         rounded = stored.astype(dtype, copy=False)
     if ml_dtypes.finfo(dtype).max >= ml_dtypes.finfo(stored.dtype).max:
         return rounded, []
@@ -188,7 +189,7 @@ def _place(name: str, value: np.ndarray, sharding: jax.sharding.Sharding | None)
     if sharding is None:
         return jnp.asarray(value)
     try:
-        # Unlike device_put also where some of the devices belong to other processes.
+        # Unlike device_put, this also works where some of the devices belong to other processes.
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
     except ValueError as error:
         raise ValueError(f"sharding: {name}, {list(value.shape)}: {error}") from error

@@ -1,6 +1,6 @@
-"""Parameters to and from MaxText's trees (0.2.5): other names, heads as an axis of their own, layers stacked by scan.
+"""Converting to and from MaxText's trees (0.2.5): other names, a separate heads axis, layers stacked by scan.
 
-MaxText's DeepSeek-V4 has no YaRN: on the compressed layers the same parameters compute something else there.
+MaxText's DeepSeek-V4 has no YaRN, so its compressed layers give other results with the same parameters.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array, DTypeLike, Precision
 
 UNSCANNED = 3
-"""How many layers come before those that MaxText scans: its `first_num_hash_layers`."""
+"""Number of layers before those that MaxText scans: its `first_num_hash_layers`."""
 
-_PERIOD = 2  # HCA and CSA in turn
+_PERIOD = 2  # HCA and CSA alternate
 _SCAN_AXIS = 1  # MaxText's param_scan_axis
 _DECODER = ("params", "decoder")
 
 
 class _Place(NamedTuple):
-    """Where a layer's attention lies: the path of its tree, and which of the stacked layers it is, if they are."""
+    """The location of a layer's attention: the path of its tree and, if layers are stacked, its index among them."""
 
     path: tuple[str, ...]
     stacked: int | None
 
 
 def to_maxtext(layers: Mapping[int, CompressedAttention], *, scan: bool = False) -> dict[str, Any]:
-    """Layers as MaxText's parameters.
+    """Convert layers to MaxText's parameters.
 
     Args:
-        layers: the layers by index; with `scan` all of the model's.
-        scan: stack the layers from the fourth on, as MaxText's `scan_layers` wants them: those at odd indices in
-            `scanned_blocks.layers_0`, those at even ones in `scanned_blocks.layers_1`, along axis 1.
+        layers: the layers by index; with `scan`, all layers of the model.
+        scan: stack the layers from the fourth on, as MaxText's `scan_layers` expects them: those at odd indices in
+            `scanned_blocks.layers_0`, those at even indices in `scanned_blocks.layers_1`, along axis 1.
 
     Returns:
-        {"params": {"decoder": {"layers_0": {"self_attention": {"wq_a": {"kernel": ...}, ...}}, ...}}}, arrays in
-        their own dtypes, kernels [in, out], [in, heads, head_dim] for `wq_b` and `wkv`.
+        {"params": {"decoder": {"layers_0": {"self_attention": {"wq_a": {"kernel": ...}, ...}}, ...}}}. Arrays keep
+        their dtypes. Kernels are [in, out], except [in, heads, head_dim] for `wq_b` and `wkv`.
 
     Raises:
-        ValueError: no layers, layers of different models; with `scan`, layers missing or not two types in turn.
+        ValueError: no layers, layers of different models; with `scan`, missing layers or types that do not alternate.
     """
     config = common_config(layers)
     flat: dict[tuple[str, ...], Array] = {}
@@ -77,22 +77,22 @@ def from_maxtext(
     param_dtype: DTypeLike | None = None,
     precision: Precision = None,
 ) -> dict[int, CompressedAttention]:
-    """The attention layers of MaxText's parameters.
+    """Convert MaxText's parameters to attention layers.
 
     Args:
-        params: the tree of a MaxText checkpoint, scanned or not: {"params": {"decoder": ...}}, also where it lies in
-            another "params". What is not attention is passed over.
-        config: of the model.
-        dtype: of activations.
-        param_dtype: of the kernels; `dtype` by default.
-        precision: of the matmuls.
+        params: the tree of a MaxText checkpoint, scanned or not: {"params": {"decoder": ...}}, possibly nested in
+            another "params". Parameters outside attention are ignored.
+        config: the model's config.
+        dtype: dtype of activations.
+        param_dtype: dtype of the kernels; `dtype` by default.
+        precision: precision of the matmuls.
 
     Returns:
-        All layers of the config by index.
+        All layers of the config, by index.
 
     Raises:
-        CheckpointError: a `ValueError` listing parameters that are missing, unexpected, of another shape or no floats.
-        ValueError: not such a tree, or a dtype that is not floating.
+        CheckpointError: a `ValueError` listing parameters that are missing, unexpected, of another shape or not floats.
+        ValueError: `params` is not such a tree, or a dtype is not floating.
     """
     config = as_config(config)
     kind = as_dtype("dtype", dtype)
@@ -109,10 +109,10 @@ def from_maxtext(
 
 
 def _collected(decoder: Mapping[str, Any], config: AttentionConfig) -> dict[int, dict[str, Any]]:
-    """The arrays of every layer by the modules' dotted paths, in the modules' shapes.
+    """Collect the arrays of every layer by the modules' dotted paths, in the modules' shapes.
 
     Raises:
-        CheckpointError: listing all that is wrong.
+        CheckpointError: parameters are missing, unexpected or of another shape or dtype; it lists all problems.
     """
     flat = dict(_leaves(decoder, _DECODER))
     left = {path for path in flat if "self_attention" in path}
@@ -137,7 +137,7 @@ def _collected(decoder: Mapping[str, Any], config: AttentionConfig) -> dict[int,
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What lies below a tree, by path; the arrays themselves where Flax has boxed them."""
+    """Yield the leaves of a tree with their paths, unboxed where Flax has boxed them."""
     if isinstance(tree, Mapping):
         for key, member in tree.items():
             yield from _leaves(member, (*path, str(key)))
@@ -156,7 +156,7 @@ def _places(config: AttentionConfig, layers: list[int], scan: bool) -> dict[int,
     pair = types[:_PERIOD]
     if len(types) % _PERIOD or types != pair * (len(types) // _PERIOD):
         raise ValueError(
-            f"layers: expected two types in turn from layer {UNSCANNED} on, to be scanned over, got "
+            f"layers: expected two alternating types from layer {UNSCANNED} on, to be scanned over, got "
             f"{[str(layer_type) for layer_type in types]}"
         )
     places = _places(config, layers[:UNSCANNED], scan=False)
@@ -167,7 +167,7 @@ def _places(config: AttentionConfig, layers: list[int], scan: bool) -> dict[int,
 
 
 def _taken(value: Any, place: _Place, places: dict[int, _Place], shape: tuple[int, ...]) -> tuple[Any, str | None]:
-    """A layer's part of an array, or what is wrong with it."""
+    """Return a layer's part of an array, or None and what is wrong with the array."""
     if value is None:
         return None, "missing"
     if not isinstance(value, jax.Array | np.ndarray):

@@ -1,8 +1,8 @@
-"""What every parameter of a layer is called in checkpoints, and how it lies there: the one table, read both ways.
+"""Names and layouts of a layer's parameters in checkpoints: one table, used for loading and for saving.
 
-A row is a parameter of `CompressedAttention`. Linear kernels are [in, out] here and [out, in] in files; the grouped
-output projection is [G, in, out] here and [G * out, in] there. The indexer sits inside the compressor here, as in
-transformers' modules; in DeepSeek's files the indexer has a compressor of its own.
+A row is a parameter of `CompressedAttention`. Linear kernels are [in, out] in modules and [out, in] in files; the
+grouped output projection is [G, in, out] in modules and [G * out, in] in files. In modules, as in those of
+transformers, the indexer is part of the compressor; in DeepSeek's files the indexer has its own compressor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from foveal.layers import LayerSpec
 
 
 class Dialect(enum.StrEnum):
-    """Whose names a checkpoint has.
+    """The naming scheme of a checkpoint.
 
     `DEEPSEEK`: the released files, `layers.0.attn.wq_a.weight`. `TRANSFORMERS`: the modules of transformers' model,
     `model.layers.0.self_attn.q_a_proj.weight`. `TRANSFORMERS_SAVED`: what `save_pretrained` of transformers 5.24
-    writes, DeepSeek's names under `model.` but for `attn.norm.weight`.
+    writes, DeepSeek's names under `model.` except for `attn.norm.weight`.
     """
 
     DEEPSEEK = "deepseek"
@@ -33,10 +33,10 @@ class Dialect(enum.StrEnum):
 
 
 def as_dialect(dialect: Dialect | str) -> Dialect:
-    """The dialect of this name.
+    """Return the dialect of a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such dialect.
     """
     if dialect not in tuple(Dialect):
         raise ValueError(f"dialect: expected one of {', '.join(map(repr, map(str, Dialect)))}, got {dialect!r}")
@@ -44,7 +44,7 @@ def as_dialect(dialect: Dialect | str) -> Dialect:
 
 
 class Layout(enum.Enum):
-    """How a file's array becomes the module's."""
+    """The conversion of a file's array to the module's."""
 
     SAME = enum.auto()
     LINEAR = enum.auto()
@@ -54,7 +54,7 @@ class Layout(enum.Enum):
 
 
 class Stored(enum.StrEnum):
-    """The dtype in the released files, as safetensors spells it. F8_E4M3 comes with a scale for each block."""
+    """The dtype in the released files, as safetensors spells it. F8_E4M3 comes with one scale per block."""
 
     F8 = "F8_E4M3"
     BF16 = "BF16"
@@ -66,14 +66,15 @@ class Row:
     """One parameter.
 
     Attributes:
-        path: in the module, dotted.
-        deepseek: after `layers.N.attn.` in the released files.
-        transformers: after `model.layers.N.self_attn.` in transformers' modules.
-        saved: after `model.layers.N.attn.` in what transformers saves.
-        maxtext: after `self_attention-` in MaxText's parameters; {c} is csa_compressor or hca_compressor.
-        layout: of the file's array. MaxText's kernels are laid out as the module's.
-        stored: the released dtype.
-        maxtext_heads: the field of `AttentionConfig`, or a number, by which MaxText splits the kernel's outputs.
+        path: dotted path in the module.
+        deepseek: name after `layers.N.attn.` in the released files.
+        transformers: name after `model.layers.N.self_attn.` in transformers' modules.
+        saved: name after `model.layers.N.attn.` in the files that transformers saves.
+        maxtext: name after `self_attention-` in MaxText's parameters; {c} is csa_compressor or hca_compressor.
+        layout: layout of the file's array. MaxText's kernels are laid out as the module's.
+        stored: dtype in the released files.
+        maxtext_heads: number of heads into which MaxText splits the kernel's outputs, or the `AttentionConfig` field
+            that holds it; None if it does not split them.
     """
 
     path: str
@@ -87,17 +88,17 @@ class Row:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a matmul's operand: of `param_dtype`. All else is float32 in any case."""
+        """Whether it is a matmul operand, which has `param_dtype`. Other parameters are always float32."""
         return self.layout is not Layout.SAME
 
     def is_in(self, layer: LayerSpec) -> bool:
-        """Whether such layers have it."""
+        """Whether layers of this type have the parameter."""
         if self.path.startswith("compressor.indexer."):
             return layer.has_indexer
         return layer.has_entries or not self.path.startswith("compressor.")
 
     def suffix(self, dialect: Dialect) -> str:
-        """The name after the layer's prefix."""
+        """Return the name after the layer's prefix."""
         names = {
             Dialect.DEEPSEEK: self.deepseek,
             Dialect.TRANSFORMERS: self.transformers,
@@ -106,21 +107,21 @@ class Row:
         return names[dialect]
 
     def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in files of the module's shape."""
+        """Return the shape in files of a parameter with this shape in the module."""
         if self.layout is Layout.GROUPED:
             groups, inputs, outputs = shape
             return groups * outputs, inputs
         return tuple(shape[::-1]) if self.layout is Layout.LINEAR else tuple(shape)
 
     def to_module(self, stored: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The module's array, of this shape, of a file's; a view where that can be."""
+        """Convert a file's array to the module's, of shape `shape`; a view where possible."""
         if self.layout is Layout.GROUPED:
             groups, inputs, outputs = shape
             return stored.T.reshape(inputs, groups, outputs).swapaxes(0, 1)
         return stored.T if self.layout is Layout.LINEAR else stored
 
     def to_file(self, value: np.ndarray) -> np.ndarray:
-        """The inverse of `to_module`; contiguous."""
+        """Convert a module's array to the file's, contiguous; the inverse of `to_module`."""
         turned = value.swapaxes(-1, -2) if self.is_kernel else value
         return np.ascontiguousarray(turned).reshape(self.file_shape(value.shape))
 
@@ -167,25 +168,25 @@ ROWS: tuple[Row, ...] = (
 # fmt: on
 
 SCALE_SUFFIXES = (".scale", ".weight_scale_inv")
-"""What replaces `.weight` in the name of its blocks' scales: the releases' ending, and transformers'."""
+"""Endings that replace `.weight` in the name of a weight's scales: that of the releases and that of transformers."""
 
 _PREFIXES = {
     Dialect.DEEPSEEK: "layers.{}.attn.",
     Dialect.TRANSFORMERS: "model.layers.{}.self_attn.",
     Dialect.TRANSFORMERS_SAVED: "model.layers.{}.attn.",
 }
-# A base model of transformers is saved without `model.`, and others save DeepSeek's names with it.
+# transformers saves its base model without `model.`, and other tools save DeepSeek's names with it.
 _ATTENTION = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,8})\.(attn|self_attn)\.(.+)", re.DOTALL)
 
 
 class AttentionName(NamedTuple):
-    """A tensor's name, taken apart.
+    """A tensor's name, split into its parts.
 
     Attributes:
         full: the name itself.
         layer: the layer's index.
         module: "attn" or "self_attn".
-        suffix: what follows.
+        suffix: the name after the module.
     """
 
     full: str
@@ -195,38 +196,38 @@ class AttentionName(NamedTuple):
 
 
 def rows_of(layer: LayerSpec) -> tuple[Row, ...]:
-    """The parameters of a layer of this type."""
+    """Return the rows of the parameters that a layer of this type has."""
     return tuple(row for row in ROWS if row.is_in(layer))
 
 
 def layer_prefix(dialect: Dialect, layer: int) -> str:
-    """What the names of a layer's attention begin with."""
+    """Return the prefix of the names of a layer's attention."""
     return _PREFIXES[dialect].format(layer)
 
 
 def full_name(row: Row, dialect: Dialect, layer: int) -> str:
-    """What a parameter is called in a checkpoint."""
+    """Return the name of a parameter in a checkpoint."""
     return layer_prefix(dialect, layer) + row.suffix(dialect)
 
 
 def scale_names(weight: str) -> tuple[str, ...]:
-    """What the scales of a quantised weight may be called."""
+    """Return the names that the scales of a quantised weight may have."""
     return tuple(weight.removesuffix(".weight") + suffix for suffix in SCALE_SUFFIXES)
 
 
 def scale_name(weight: str, dialect: Dialect) -> str:
-    """What the scales of a quantised weight are called in this dialect."""
+    """Return the name of a quantised weight's scales in this dialect."""
     return scale_names(weight)[0 if dialect is Dialect.DEEPSEEK else 1]
 
 
 def attention_names(names: Iterable[str]) -> list[AttentionName]:
-    """Those names that belong to a layer's attention, in whichever dialect; layers of `mtp.` do not count."""
+    """Select the names that belong to a layer's attention, in any dialect; MTP layers (`mtp.`) are left out."""
     found = ((name, _ATTENTION.fullmatch(name)) for name in names)
     return [AttentionName(name, int(match[1]), match[2], match[3]) for name, match in found if match]
 
 
 def dialect_of(names: Sequence[AttentionName]) -> Dialect:
-    """The dialect that most of these names are in; the first of those that fit equally well."""
+    """Return the dialect that most of these names are in; the first one where several fit equally well."""
 
     def fit(dialect: Dialect) -> tuple[int, int]:
         known = {row.suffix(dialect) for row in ROWS}
@@ -237,18 +238,18 @@ def dialect_of(names: Sequence[AttentionName]) -> Dialect:
 
 
 def module_of(dialect: Dialect) -> str:
-    """What the attention of a layer is called: "attn" or "self_attn"."""
+    """Return the name of a layer's attention module: "attn" or "self_attn"."""
     return _PREFIXES[dialect].split(".")[-2]
 
 
 def maxtext_path(row: Row, layer: LayerSpec) -> tuple[str, ...]:
-    """Below `self_attention` in MaxText's parameters."""
+    """Return a parameter's path below `self_attention` in MaxText's parameters."""
     compressor = "csa_compressor" if layer.has_indexer else "hca_compressor"
     return tuple(row.maxtext.format(c=compressor).split("-"))
 
 
 def maxtext_shape(row: Row, config: AttentionConfig, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in MaxText of the module's shape."""
+    """Return the shape in MaxText of a parameter with this shape in the module."""
     if row.maxtext_heads is None:
         return tuple(shape)
     heads = getattr(config, row.maxtext_heads) if isinstance(row.maxtext_heads, str) else row.maxtext_heads

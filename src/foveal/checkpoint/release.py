@@ -1,7 +1,7 @@
-"""All the tensors of a released DeepSeek-V4 checkpoint, from its config: names, dtypes and shapes, nothing allocated.
+"""Tensors of a released DeepSeek-V4 checkpoint, from its config: names, dtypes and shapes; nothing is allocated.
 
-Of the layers' attention the table in `names` knows; what lies around it is listed here, to tell whether a checkpoint is
-complete.
+The table in `names` gives the tensors of the layers' attention. This module adds all others, to tell whether a
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _KEYS = (
     "num_nextn_predict_layers",
     "hc_mult",
 )
-_LARGEST = 1 << 20  # that a number in a config is taken for; no tensor is named for one beyond
+_LARGEST = 1 << 20  # bounds each number in a config, and the number of experts in all layers
 _BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
-_FP4_GROUP = 32  # columns that share a scale; two of them are in a byte
+_FP4_GROUP = 32  # columns that share a scale, two per byte
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a file.
+    """The dtype and shape of a tensor in a file.
 
     Attributes:
         dtype: as safetensors spells it.
@@ -44,20 +44,20 @@ class TensorSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
 def attention_tensors(
     config: AttentionConfig, layer: int, dialect: Dialect = Dialect.DEEPSEEK, scale_dtype: str = "F8_E8M0"
 ) -> dict[str, TensorSpec]:
-    """The tensors of a layer's attention in a released checkpoint, by name.
+    """Return the tensors of a layer's attention in a released checkpoint, by name.
 
     Args:
-        config: of the model.
-        layer: its index.
-        dialect: whose names.
-        scale_dtype: of the blocks' scales: "F8_E8M0", or "F32" as in the Base models.
+        config: the model's config.
+        layer: the layer's index.
+        dialect: the dialect of the names.
+        scale_dtype: dtype of the blocks' scales: "F8_E8M0", or "F32" as in the Base models.
     """
     specs, shapes = {}, parameter_shapes(config, layer)
     for row in rows_of(config.layer(layer)):
@@ -71,15 +71,15 @@ def attention_tensors(
 def released_tensors(
     raw_config: Mapping[str, Any], config: AttentionConfig, scale_dtype: str = "F8_E8M0"
 ) -> dict[str, TensorSpec] | None:
-    """All tensors of a released checkpoint, by name.
+    """Return all tensors of a released checkpoint, by name.
 
     Args:
         raw_config: the model's `config.json`.
-        config: what `AttentionConfig.from_hf_config` makes of it.
-        scale_dtype: of the blocks' scales.
+        config: the same config, as returned by `AttentionConfig.from_hf_config`.
+        scale_dtype: dtype of the blocks' scales.
 
     Returns:
-        None if the config is not that of a whole model of a size that can be, or has other MTP layers than the first
+        None if the config does not describe a whole model of plausible size, or has other MTP layers than the first
         releases.
     """
     sizes = [raw_config.get(key) for key in _KEYS]
@@ -93,7 +93,7 @@ def released_tensors(
 
 
 class _Model:
-    """The names and shapes around attention."""
+    """The names, dtypes and shapes of a whole model's tensors."""
 
     def __init__(self, raw: Mapping[str, Any], config: AttentionConfig, scale_dtype: str) -> None:
         self.raw, self.config, self.scale_dtype = raw, config, scale_dtype

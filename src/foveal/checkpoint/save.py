@@ -1,4 +1,4 @@
-"""Modules into files."""
+"""Saving attention modules to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foveal.config import AttentionConfig
 from foveal.nn.attention import CompressedAttention
 from foveal.typing import Array
 
-_WRITTEN = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))  # an FP8 weight is nothing without its scales
+_WRITTEN = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))  # FP8 weights need scales, which modules do not have
 
 
 def save_attention(
@@ -27,23 +27,23 @@ def save_attention(
     dialect: Dialect | str = Dialect.DEEPSEEK,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes attention layers as safetensors files, an index and a `config.json`.
+    """Save attention layers as safetensors files, an index and a `config.json`.
 
-    Every parameter is written in its own dtype, and is what `load_attention` returns, to the bit. The dtype of
-    activations is no part of a checkpoint: a layer that computes in another one than its kernels' must be loaded with
-    `dtype` and `param_dtype`. For the state of a training run, optimizer included, use Orbax.
+    Every parameter is written in its own dtype, and `load_attention` returns it unchanged, to the bit. The dtype of
+    activations is not part of a checkpoint: a layer whose activations have another dtype than its kernels must be
+    loaded with `dtype` and `param_dtype`. For the state of a training run, optimizer included, use Orbax.
 
     Args:
-        path: of a directory, which must not exist or be empty; it appears when everything is written.
-        layers: the layers by index, as `load_attention` returns them. If these are not all of a model's, name them when
-            loading.
-        dialect: whose names to give: "deepseek", "transformers" or "transformers-saved" (see `Dialect`).
-        shard_bytes: how large a file may become; that much memory is taken. A larger tensor has a file for itself.
+        path: a directory that does not exist or is empty. It appears only when everything has been written.
+        layers: the layers by index, as `load_attention` returns them. If they are not all layers of a model, pass their
+            indices when loading.
+        dialect: the naming scheme: "deepseek", "transformers" or "transformers-saved" (see `Dialect`).
+        shard_bytes: maximum size of a file, and about the memory needed. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: no layers, layers of different models or types, parameters of a dtype that files do not hold or
-            that other processes hold parts of, an unknown dialect, or something is at the path already.
-        OSError: it cannot be written; nothing is left behind but parent directories.
+        ValueError: no layers, layers of different models or types, parameters of a dtype that is not written or partly
+            held by other processes, an unknown dialect, or a path that exists and is not an empty directory.
+        OSError: the files cannot be written; only parent directories are left behind.
         ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).
     """
     dialect = as_dialect(dialect)
@@ -53,10 +53,10 @@ def save_attention(
 
 
 def common_config(layers: Mapping[int, CompressedAttention]) -> AttentionConfig:
-    """The config of all these layers.
+    """Return the config that all layers share.
 
     Raises:
-        ValueError: there are none, or they are not of one model, or one is not of the type that its index has.
+        ValueError: there are no layers, their configs differ, or a layer's type is not that of its index.
     """
     if not isinstance(layers, Mapping) or not layers:
         got = "an empty one" if isinstance(layers, Mapping) else type(layers).__name__
@@ -77,7 +77,7 @@ def common_config(layers: Mapping[int, CompressedAttention]) -> AttentionConfig:
 
 
 def parameters(layer: CompressedAttention) -> Iterator[tuple[Row, Array]]:
-    """Every parameter of a layer with its row of the table."""
+    """Yield every parameter of a layer with its row of the table in `names`."""
     flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
     for row in rows_of(layer.spec):
         yield row, flat[row.path]
@@ -89,7 +89,7 @@ def _tensors(layer: CompressedAttention, index: int, dialect: Dialect) -> Iterat
             known = ", ".join(dtype.name for dtype in _WRITTEN)
             raise ValueError(f"layers[{index}].{row.path}: expected one of {known}, got {value.dtype}")
         if not value.is_fully_addressable:
-            raise ValueError(f"layers[{index}].{row.path}: expected an array that this process holds, got parts of one")
+            raise ValueError(f"layers[{index}].{row.path}: expected a fully addressable array, got parts of one")
         yield ToWrite(full_name(row, dialect, index), value.nbytes, functools.partial(_to_file, row, value))
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files with an index, written so that a directory is there whole or not at all."""
+"""Writing safetensors files with an index atomically: the directory appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from foveal.checkpoint.files import CONFIG, INDEX, SINGLE, require_safetensors
 from foveal.checks import as_int
 
 SHARD_BYTES = 5_000_000_000
-"""How large a file may become by default."""
+"""Default maximum size of a file."""
 
 
 class ToWrite(NamedTuple):
-    """A tensor that is made when it is needed.
+    """A tensor whose array is made only when it is written.
 
     Attributes:
-        name: in the file.
-        size: in bytes.
+        name: name in the file.
+        size: size in bytes.
         make: returns the array.
     """
 
@@ -41,11 +41,11 @@ def write_checkpoint(
     config: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes `config.json`, safetensors files and their index into a new directory; of the tensors one file at a time.
+    """Write `config.json`, safetensors files and their index into a new directory; makes one file's tensors at a time.
 
     Raises:
-        ValueError: there is something at the path already, or `shard_bytes` is below 1.
-        OSError: it cannot be written.
+        ValueError: the path exists and is not an empty directory, or `shard_bytes` is below 1.
+        OSError: the files cannot be written.
         ImportError: safetensors is missing.
     """
     require_safetensors()
@@ -59,7 +59,7 @@ def write_checkpoint(
     )
     with _new_directory(Path(path)) as directory:
         for name, shard in zip(names, shards, strict=True):
-            # "pt": transformers loads nothing that does not say so.
+            # transformers only loads files whose format is "pt".
             save_file({tensor.name: tensor.make() for tensor in shard}, directory / name, metadata={"format": "pt"})
         placed = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.size for tensor in tensors)
@@ -68,7 +68,7 @@ def write_checkpoint(
 
 
 def _shards(tensors: Sequence[ToWrite], most: int) -> list[list[ToWrite]]:
-    """In order, each as large as may be; a tensor larger than that is alone."""
+    """Split tensors, in order, into shards of at most `most` bytes; a larger tensor gets a shard of its own."""
     shards: list[list[ToWrite]] = []
     room = 0
     for tensor in tensors:
@@ -82,8 +82,8 @@ def _shards(tensors: Sequence[ToWrite], most: int) -> list[list[ToWrite]]:
 
 @contextlib.contextmanager
 def _new_directory(path: Path) -> Iterator[Path]:
-    """A directory that appears at `path` when all is written to disk, and leaves nothing behind otherwise."""
-    path = Path(os.path.realpath(path))  # of a link, what it leads to; and no "."
+    """Yield a scratch directory that is renamed to `path` once it is synced to disk, and removed on any error."""
+    path = Path(os.path.realpath(path))  # replace a link's target, not the link; resolve "."
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"path: expected nothing or an empty directory, got {path}, which exists")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _new_directory(path: Path) -> Iterator[Path]:
     try:
         yield made
         for file in made.iterdir():
-            # safetensors makes files for their owner alone: whoever may read the directory may read them.
+            # safetensors makes files that only their owner can read; give them the directory's permissions.
             file.chmod(made.stat().st_mode & 0o666)
             _sync(file)
         _sync(made)
@@ -100,7 +100,7 @@ def _new_directory(path: Path) -> Iterator[Path]:
             os.replace(made, path)  # onto an empty directory too
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise ValueError(f"path: expected nothing there, but in the meantime there is {path}") from error
+                raise ValueError(f"path: expected nothing there, but {path} was created in the meantime") from error
             raise
         _sync(path.parent)
     except BaseException:

@@ -1,4 +1,4 @@
-"""`foveal cache`: what the decode state of a model takes."""
+"""`foveal cache`: the memory that a model's decode state needs."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from foveal.config import AttentionConfig
 from foveal.layers import LayerType
 
 _DESCRIPTION = """\
-Prints the bytes of the caches of a model's layers by part, from the arrays' own shapes; nothing is allocated. Entries
-and index keys grow with the length, all else is of one size.
+Prints the bytes of a model's caches by part and layer type, from the arrays' shapes; nothing is allocated. Entries and
+index keys grow with the length; all other parts have a fixed size.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds `foveal cache`."""
+    """Add the parser of `foveal cache`."""
     summary = "print the bytes of a model's decode state, part by part"
     parser = subparsers.add_parser("cache", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
     add_model(parser)
     lengths = tokens_between(0, 1 << 30)
-    add("--length", type=lengths, default=1 << 20, metavar="N", help="tokens a row can hold (default: 1048576)")
+    add("--length", type=lengths, default=1 << 20, metavar="N", help="capacity in tokens per row (default: 1048576)")
     add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
     add(
         "--max-rollback",
         type=tokens_between(0, 1 << 16),
         default=0,
         metavar="N",
-        help="tokens that can be taken back, as speculative decoding does (default: 0)",
+        help="tokens that can be rolled back, as in speculative decoding (default: 0)",
     )
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the layers (default: bfloat16)")
-    add("--json", action="store_true", help="print a line of JSON a part instead of a table")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the layers (default: bfloat16)")
+    add("--json", action="store_true", help="print one line of JSON per part instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table.
+    """Print the bytes as a table or as JSON, and return 0.
 
     Raises:
         CliError: rich is missing, or the config cannot be read.
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     kinds = {kind: config.layer_types.count(kind) for kind in LayerType if kind in config.layer_types}
-    table = Table("part", *(f"{n} {short_name(kind)}" for kind, n in kinds.items()), "all", "bytes a token")
+    table = Table("part", *(f"{n} {short_name(kind)}" for kind, n in kinds.items()), "all", "bytes per token")
     for column in table.columns[1:]:
         column.justify = "right"
     tokens = args.batch * args.length
@@ -88,7 +88,7 @@ def _shapes(config: AttentionConfig, args: argparse.Namespace) -> CacheStack:
 
 
 def _rows(config: AttentionConfig, stack: CacheStack) -> dict[str, dict[str, int]]:
-    """Bytes by part and layer type, and the sum of all parts last."""
+    """Bytes by part and layer type, with the sum of all parts last."""
     parts: dict[str, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
     for kind, cache in zip(config.layer_types, stack, strict=True):
         assert isinstance(cache, AttentionCache)

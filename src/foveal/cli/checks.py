@@ -1,4 +1,4 @@
-"""The demo's checks: a layer on packed text against each document alone, the dense scores and the reference."""
+"""The demo's checks: a layer on packed text against each document alone, the dense backend and the reference."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from foveal.typing import Array
 
 STEPS_PER_LAYER = 4
 REFERENCE_DOCUMENTS = 6
-"""At most as many documents go to the reference, which compiles each of them anew."""
+"""Maximum number of documents for the reference, which compiles each of them separately."""
 
-_ALONE_TOKENS = 4096  # at most about as many in one call, so that memory does not grow with the number of documents
-# The reference runs once a layer: to optimise it would take far longer than to run it.
+_ALONE_TOKENS = 4096  # roughly the most per call: memory must not grow with the number of documents
+# The reference runs once per layer: optimising it would take far longer than running it.
 _COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -37,7 +37,7 @@ _COMPILE_FAST = {
 
 
 class Result(NamedTuple):
-    """A forward and backward pass: outputs and d loss / d hidden [B, S, E], and d loss / d parameters by name."""
+    """Results of both passes: outputs and d loss / d hidden, both [B, S, E], and d loss / d parameters by name."""
 
     out: np.ndarray
     hidden: np.ndarray
@@ -45,12 +45,12 @@ class Result(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How far two computations differ.
+    """The differences between two computations.
 
     Attributes:
         output: max |difference|.
-        gradient: max |difference| / max |expected| of the worst tensor, of the hidden states and every parameter.
-        complaints: what `foveal.testing.numerics` has to object, nothing if they agree.
+        gradient: max |difference| / max |expected| of the worst tensor among the hidden states and the parameters.
+        complaints: the failed assertions of `foveal.testing.numerics`; empty if the two agree.
     """
 
     output: float
@@ -60,18 +60,18 @@ class Agreement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
-    """What the demo says of one layer.
+    """The demo's report on one layer.
 
     Attributes:
-        layer_type: which.
-        window_keys: raw keys that a query sees, on average.
-        entries: entries that a query sees, on average; None where the layer has none.
-        selected: how many of those the indexer selects; None where the layer has no indexer.
-        undecided: queries not compared because rounding decides what the indexer selects for them.
-        alone: packed against each document alone.
-        dense: the chunked implementation, which does all else here, against the dense one; packed.
-        reference: packed against the reference.
-        milliseconds: for a compiled forward and backward pass over the packed rows.
+        layer_type: its type.
+        window_keys: average number of raw keys that a query sees.
+        entries: average number of entries that a query sees; None if the layer has no entries.
+        selected: average number of entries that the indexer selects; None if the layer has no indexer.
+        undecided: number of queries not compared because rounding decides what the indexer selects for them.
+        alone: packed documents against each document alone.
+        dense: the chunked implementation, used everywhere else here, against the dense one, on packed documents.
+        reference: packed documents against the reference.
+        milliseconds: duration of a compiled forward and backward pass over the packed rows.
     """
 
     layer_type: LayerType
@@ -86,14 +86,14 @@ class LayerCheck:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Of all three comparisons; the layer passes if there are none."""
+        """The complaints of all three comparisons; the layer passes if there are none."""
         return (*self.alone.complaints, *self.dense.complaints, *self.reference.complaints)
 
 
 def check_layer(
     sample: Sample, config: AttentionConfig, layer_type: LayerType, seed: int, advance: Callable[[str], None]
 ) -> LayerCheck:
-    """Runs one layer and the three things it must agree with. `advance` is called before each of `STEPS_PER_LAYER`."""
+    """Compare one layer with all that it must agree with. Calls `advance` before each of `STEPS_PER_LAYER` steps."""
     advance("packed")
     layer = make_layer(config, layer_type, seed)
     x, documents = sample.packed.values, sample.packed.documents
@@ -139,11 +139,11 @@ def check_layer(
 
 
 Step = Callable[[np.ndarray, Documents, np.ndarray], Result]
-"""Hidden states, documents and cotangents to what comes out."""
+"""A function of hidden states, documents and cotangents that returns a `Result`."""
 
 
 def compile_step(layer: CompressedAttention, implementation: str) -> Step:
-    """The layer's forward and backward pass by one implementation, compiled once for each shape."""
+    """Return a layer's forward and backward pass with one implementation, compiled once per shape."""
     graph, state = nnx.split(layer)
 
     def loss(state: Any, x: Array, documents: Documents, cotangents: Array) -> tuple[Array, Array]:
@@ -160,7 +160,7 @@ def compile_step(layer: CompressedAttention, implementation: str) -> Step:
 
 
 def run_alone(step: Step, sample: Sample) -> Result:
-    """Each document in a row of its own, from row 0; the results stand where the packed rows have the document."""
+    """Run each document at the start of its own row; the results are placed as in the packed rows."""
     out, hidden = np.zeros_like(sample.packed.values), np.zeros_like(sample.packed.values)
     params: dict[str, np.ndarray] = {}
     for members, rows, width in _batches([len(document) for document in sample.hidden]):
@@ -179,7 +179,7 @@ def run_alone(step: Step, sample: Sample) -> Result:
 
 
 def run_reference(layer: CompressedAttention, x: np.ndarray, segment_ids: np.ndarray, cotangents: np.ndarray) -> Result:
-    """The same pass by the reference; rows without any id are left at zero."""
+    """Run the same pass with the reference; batch rows without any id stay zero."""
     rows = np.flatnonzero(segment_ids.any(axis=1))
 
     def loss(params: Mapping[str, Array], x: Array) -> tuple[Array, Array]:
@@ -198,7 +198,7 @@ def _result(out: Array | np.ndarray, hidden: Array | np.ndarray, params: Mapping
 
 
 def _compare(actual: Result, expected: Result, what: str) -> Agreement:
-    """Held to the library's own tolerances, those of float32."""
+    """Compare two results within the library's float32 tolerances."""
     got, want = ({"hidden": result.hidden, **result.params} for result in (actual, expected))
     checks = (
         lambda: assert_close(actual.out, expected.out, np.float32),
@@ -220,12 +220,12 @@ def _of_peak(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _only(compared: np.ndarray, result: Result) -> Result:
-    """The result with zeros for outputs that are not compared."""
+    """Return the result with zeros for outputs that are not compared."""
     return result._replace(out=np.where(compared[:, :, None], result.out, np.float32(0)))
 
 
 def _weightless_where(where: np.ndarray, sample: Sample) -> Sample:
-    """The sample with a loss that these queries [B, S] take no part in."""
+    """Return the sample with zero cotangents where `where` [B, S] is True: those queries do not affect the loss."""
     cotangents = [
         np.where(where[row, start : start + length, None], np.float32(0), document)
         for document, (row, start, length) in zip(sample.cotangents, sample.packed.placements, strict=True)
@@ -234,7 +234,7 @@ def _weightless_where(where: np.ndarray, sample: Sample) -> Sample:
 
 
 def _reference_ids(segment_ids: np.ndarray) -> np.ndarray:
-    """The ids of the row with the fewest, so the longest, documents and of the first few documents in it; else 0."""
+    """Ids of the first few documents in the row with the fewest, and so the longest, documents; 0 elsewhere."""
     row = int(np.argmin(segment_ids.max(axis=1)))
     few = np.zeros_like(segment_ids)
     few[row] = np.where(segment_ids[row] <= REFERENCE_DOCUMENTS, segment_ids[row], 0)
@@ -242,9 +242,9 @@ def _reference_ids(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-    """Documents to run together, and the shape to do it in: (which, rows, row length). One or two shapes in all.
+    """Yield documents to run together and their common shape: (members, rows, row length). One or two shapes in all.
 
-    A second one, for short documents, pays only where many of them would be padded to the longest.
+    A second shape, for short documents, pays off only where many of them would be padded to the longest.
     """
     longest = max(lengths)
     short = max(1, longest // 8)
@@ -257,7 +257,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _one_a_row(documents: Sequence[np.ndarray], rows: int, width: int) -> np.ndarray:
-    """[rows, width, E], each document at the start of a row, the rest zero."""
+    """Place each document at the start of a row: [rows, width, E], zero elsewhere."""
     values = np.zeros((rows, width, documents[0].shape[1]), documents[0].dtype)
     for row, document in enumerate(documents):
         values[row, : len(document)] = document

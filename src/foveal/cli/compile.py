@@ -1,4 +1,4 @@
-"""`foveal compile`: what the TPU compiler makes of attention, without a TPU."""
+"""`foveal compile`: compiling attention with the TPU compiler, without a TPU."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DESCRIPTION = """\
-Compiles core attention or a whole layer for TPUs that are not here, each case in a process of its own, and prints what
-the compiler says: whether it compiles, how long that takes, and the memory it plans. Sizes are those of a published
-model. Nothing is run: no times of a TPU come of this.
+Compiles core attention or a whole layer for TPUs without having one, each case in a process of its own, and prints what
+the compiler reports: whether it compiles, how long that takes, and the memory it plans. Sizes are those of a published
+model. Nothing is run, so there are no TPU timings.
 """
 _LEGEND = """\
-mask, lower, compile: CPU seconds of listing the mask's tiles, of tracing and lowering, of the compiler. HBM: arguments,
-results and temporaries of one chip. kernel: millions of bundles, a cycle each, that one core issues in the attention
-kernels: a lower bound, without waits for memory. least: the useful operations or bytes over the chip's rates, whichever
-is more.
+mask, lower, compile: CPU seconds of listing the mask's tiles, of tracing and lowering, and of the compiler. HBM:
+arguments, results and temporaries per chip. kernel: millions of bundles, one per cycle, that one core issues in the
+attention kernels: a lower bound on cycles, without waits for memory. least: the useful operations or bytes divided by
+the chip's peak rates, whichever takes longer.
 """
 _SPEC, _DUMP = "--case-json", "--dump"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds `foveal compile`."""
+    """Add the parser of `foveal compile`."""
     summary = "compile attention for TPUs without a TPU, and report memory and verdicts"
     parser = subparsers.add_parser("compile", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
-    add("--target", choices=tuple(TARGETS), default="v5p", help="the TPU (default: %(default)s)")
+    add("--target", choices=tuple(TARGETS), default="v5p", help="TPU to compile for (default: %(default)s)")
     add("--what", choices=("core", "layer"), default="core", help="core attention or a whole layer (default: core)")
     add("--layer", type=str.lower, choices=("hca", "csa", "sliding"), default="hca", help="layer type (default: hca)")
     add_model(parser)
     lengths = _list_of(tokens_between(1, 1 << 24))
-    add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens in a row (default: 4096)")
+    add("--seq", type=lengths, default=[4096], metavar="N,...", help="tokens per row (default: 4096)")
     add(
         "--implementation",
         type=_list_of(str),
         metavar="NAME,...",
-        help=f"of core attention: {', '.join(registry.names())} (default: the one that foveal chooses for such a call, "
-        "which the report names)",
+        help=f"implementations of core attention: {', '.join(registry.names())} (default: the one that foveal chooses "
+        "for such a call, named in the report)",
     )
-    add("--backward", action="store_true", help="the backward pass too")
-    add("--indexer-loss", action="store_true", help="of a CSA layer the indexer's loss too")
+    add("--backward", action="store_true", help="compile the backward pass too")
+    add("--indexer-loss", action="store_true", help="compile a CSA layer's indexer loss too")
     add("--batch", type=int_between(1, 1 << 16), default=1, metavar="N", help="rows (default: 1)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of activations (default: bfloat16)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of activations (default: bfloat16)")
     add("--mesh", type=_mesh, default=(), metavar="AXIS=N,...", help="several chips: data=N,tensor=N (default: one)")
     add(
         "--blocks",
         type=_list_of(int_between(1, 1 << 20)),
         metavar="N,...",
-        help=f"sizes of a kernel's tiles: {_blocks_help()} (default: its own choice)",
+        help=f"sizes of a kernel's tiles: {_blocks_help()} (default: chosen by the kernel)",
     )
     add(
         "--compiler-option",
@@ -80,25 +80,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of XLA, any number of times: xla_tpu_scoped_vmem_limit_kib=49152",
+        help="an XLA option, such as xla_tpu_scoped_vmem_limit_kib=49152; may be repeated",
     )
-    add(
-        "--timeout", type=int_between(1, 86400), default=900, metavar="S", help="seconds a case may take (default: 900)"
-    )
-    add("--no-cycles", action="store_true", help="without the kernels' cycles; compiling then takes half as long")
-    add("--json", action="store_true", help="print a line of JSON a case instead of a table")
+    add("--timeout", type=int_between(1, 86400), default=900, metavar="S", help="most seconds per case (default: 900)")
+    add("--no-cycles", action="store_true", help="skip the kernels' cycles; this halves the compile time")
+    add("--json", action="store_true", help="print one line of JSON per case instead of a table")
     for hidden in (_SPEC, _DUMP):
         add(hidden, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles every case: 0 if all compile, 1 if not.
+    """Compile every case and return 0 if all compile, else 1.
 
     Raises:
         CliError: bad arguments, or rich or libtpu are missing.
     """
-    if args.case_json:  # the process of one case
+    if args.case_json:  # this is the process of one case
         from foveal.cli.compile_case import compile_case
 
         print(json.dumps(compile_case(CompileCase.from_json(args.case_json), args.dump)))
@@ -162,7 +160,7 @@ def _cases(args: argparse.Namespace) -> list[CompileCase]:
 def _with_choice(case: CompileCase) -> CompileCase:
     from foveal.cli.compile_case import chosen_implementation
 
-    use_cpu()  # or JAX, which needs some device, would look for a TPU and complain
+    use_cpu()  # otherwise JAX, which needs some device, would look for a TPU and complain
     return dataclasses.replace(case, implementation=chosen_implementation(case), chosen=True)
 
 
@@ -204,7 +202,7 @@ def _blocks_help() -> str:
 
 
 def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str, Any]:
-    """The case's report. Some mistakes of kernels make the compiler end its process: that is a report too."""
+    """Compile a case in a new process and return its report, also if a faulty kernel makes the compiler crash."""
     command = [sys.executable, "-m", "foveal", "compile", _SPEC, json.dumps(dataclasses.asdict(case))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with tempfile.TemporaryDirectory() as directory:
@@ -230,7 +228,7 @@ def _in_a_process(case: CompileCase, timeout: int, *, cycles: bool) -> dict[str,
 
 
 def _last_words(stderr: str) -> str:
-    """The exception that ended a process, on one line, or the last that it said."""
+    """The exception that ended a process, on one line, or else the last line that it printed."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
     if raised:

@@ -1,4 +1,4 @@
-"""One case of `foveal compile`, in a process of its own."""
+"""Compiling one case of `foveal compile`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from foveal.ops.core_attention import core_attention, explain
 from foveal.schedule import kernel_schedules
 
 _RULES = {"heads": "tensor", "o_groups": "tensor", "index_heads": "tensor"}
-"""Which mesh axis a parameter's logical axis lies on; the others are replicated."""
+"""The mesh axis of each sharded logical axis of the parameters; the others are replicated."""
 
 
 def chosen_implementation(case: CompileCase) -> str:
-    """The name of the implementation that `None` chooses for the case's core attention. Needs no TPU compiler."""
+    """Return the name of the implementation that `None` chooses for the case. Needs no TPU compiler."""
     sizes = dict(case.mesh) or {"device": 1}
     device = AbstractDevice(f"TPU {case.target}", 1, "tpu")
     axes = (AxisType.Auto,) * len(sizes)
@@ -44,12 +44,12 @@ def chosen_implementation(case: CompileCase) -> str:
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(ask, indices, *operands)
     (name,) = chosen
-    assert name is not None  # `dense` takes any call
+    assert name is not None  # `dense` accepts any call
     return name
 
 
 def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
-    """The report, as fields; with the kernels' cycles where the compiler has written its schedules to `dump`."""
+    """Compile a case and return the report's fields, with kernel cycles if the compiler dumps schedules to `dump`."""
     mesh = device_mesh(case.target, dict(case.mesh) or None)
     config = read_model(case.preset, case.config)
     backend = _configured(case, config)
@@ -88,24 +88,24 @@ def _configured(case: CompileCase, config: AttentionConfig) -> Backend:
         module, extra = backend.needs
         require((module,), extra)
     rows, heads = _axes(case)
-    # Of a choice nobody has said how its operands are sharded.
+    # A chosen implementation is called without a sharding of its operands.
     sharding = PartitionSpec(rows, None, heads) if case.mesh and not case.chosen else None
     return backend.configure(heads=_heads(case, config), blocks=case.blocks, sharding=sharding)
 
 
 def _heads(case: CompileCase, config: AttentionConfig) -> int:
-    """Query heads of a chip."""
+    """Query heads per chip."""
     return config.num_attention_heads // dict(case.mesh).get("tensor", 1)
 
 
 def _axes(case: CompileCase) -> tuple[str | None, str | None]:
-    """The mesh axes of rows and of heads."""
+    """The mesh axes that shard rows and heads; None where there is no such axis."""
     names = dict(case.mesh)
     return "data" if "data" in names else None, "tensor" if "tensor" in names else None
 
 
 def _build_masks(backend: Backend, case: CompileCase, config: AttentionConfig) -> float | None:
-    """CPU seconds; a first mask, whose size matters little, leaves out what is spent once on imports."""
+    """CPU seconds of building the masks, None without masks. A small mask is built first to exclude import time."""
     seconds = None
     for rows in (1, case.length):
         start = time.process_time()
@@ -115,7 +115,7 @@ def _build_masks(backend: Backend, case: CompileCase, config: AttentionConfig) -
 
 
 def _kernel_cycles(case: CompileCase, backend: Backend, dump: str, config: AttentionConfig) -> int | None:
-    """None where there are none to be told."""
+    """Cycles of the attention kernels; None where they cannot be counted."""
     if not case.has_cycles:
         return None
     batch = case.batch // dict(case.mesh).get("data", 1)
@@ -135,7 +135,7 @@ def _visibility(case: CompileCase, config: AttentionConfig, batch: int, length: 
 def _operands(
     case: CompileCase, config: AttentionConfig, mesh: Mesh | AbstractMesh
 ) -> tuple[Visibility, Any, list[Any]]:
-    """Who sees what, the selected slots or None, and q, kv, entries and sinks: shapes of core attention's arguments."""
+    """Core attention's arguments: the visibility, and shapes of the selected slots (or None) and the operands."""
     rows, heads = _axes(case)
     dim, dtype = config.head_dim, jnp.dtype(case.dtype)
     visibility = _visibility(case, config, case.batch, case.length)
@@ -212,7 +212,7 @@ def _layer(
 def _with_backward(
     case: CompileCase, forward: Callable[..., Any], data: Any, args: list[Any], cotangent: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`forward(data, *args)`, with the gradients of `args` if they are asked for."""
+    """Return `forward` and its arguments; with the gradients of `args` if the case has a backward pass."""
 
     def both(cotangent: Any, data: Any, *args: Any) -> Any:
         out, pull = jax.vjp(lambda *args: forward(data, *args), *args)

@@ -1,4 +1,4 @@
-"""One case of `foveal compile`: a program that a process of its own compiles."""
+"""One case of `foveal compile`: a program compiled in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from foveal.layers import LayerType
 
 @dataclasses.dataclass(frozen=True)
 class CompileCase:
-    """One program to compile.
+    """One program to compile. Attributes that are not listed are arguments of the command.
 
-    Attributes, besides what the arguments of the command say:
-        preset: whose sizes; None for those of the file `config`.
-        implementation: a name.
-        chosen: whether `implementation=None`, which is then compiled, is known to choose that one.
+    Attributes:
+        preset: the preset whose sizes are used; None for the sizes of the file `config`.
+        implementation: the name of the implementation.
+        chosen: whether it is the one that `implementation=None` chooses; then the latter is compiled.
     """
 
     target: str
@@ -44,17 +44,17 @@ class CompileCase:
 
     @property
     def backend(self) -> Backend:
-        """The implementation, as it comes."""
+        """The implementation with its default settings."""
         return registry.named(self.implementation)
 
     @property
     def has_cycles(self) -> bool:
-        """Whether cycles can be told. The schedules that they take are long to write."""
+        """Whether kernel cycles can be counted. That needs schedules, which slow the compiler down."""
         return self.backend.has_cycles and not read_model(self.preset, self.config).layer(self.layer_type).has_indexer
 
     @classmethod
     def from_json(cls, text: str) -> CompileCase:
-        """The case whose fields `json.dumps` wrote."""
+        """Return the case whose fields `json.dumps` wrote."""
         fields = json.loads(text)
         for pairs in ("mesh", "compiler_options"):
             fields[pairs] = tuple((name, value) for name, value in fields[pairs])

@@ -1,4 +1,4 @@
-"""Where reports go."""
+"""Printing reports: the console, tables, progress bars and sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _ENDLESS = 1000
-"""Characters in a line: more than any table has."""
+"""Line width in characters: wider than any table."""
 
 
 def make_console() -> Console:
-    """Plain text, whatever the environment says, unless that is a terminal; only that limits the length of a line."""
+    """Return a console as wide as the terminal; elsewhere, plain text of any width, whatever the environment says."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
@@ -28,7 +28,7 @@ def make_console() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table of plain text; where a line is too short for a row, a line a cell, since rich would cut them."""
+    """Print a table of plain text; if it is too wide, one line per cell, since rich would truncate the cells."""
     if console.measure(table, options=console.options.update(max_width=_ENDLESS)).maximum <= console.width:
         console.print(table)
         return
@@ -42,18 +42,18 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_step(console: Console, line: str) -> None:
-    """Prints, at once, what has been done, where no progress bar shows it."""
+    """Print a finished step immediately where no progress bar shows it."""
     if not console.is_terminal:
         console.print(line)
 
 
 @contextmanager
 def progress(console: Console, steps: int, *, disable: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar, on a terminal only; call what it gives before each step, with the step's name."""
+    """Show a progress bar, on a terminal only; call the yielded function with each step's name before the step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    whole = Column(no_wrap=True)  # on a narrow terminal it is the bar that gives way
+    whole = Column(no_wrap=True)  # on a narrow terminal, the bar shrinks first
     numbers = (MofNCompleteColumn(table_column=whole), TimeElapsedColumn(table_column=whole))
     columns = (BarColumn(), *numbers, TextColumn("{task.description}"))
     off = disable or not console.is_terminal
@@ -67,12 +67,12 @@ def progress(console: Console, steps: int, *, disable: bool = False) -> Iterator
 
 
 def short_name(kind: LayerType) -> str:
-    """What a table calls a layer type."""
+    """Return the name of a layer type in tables."""
     return {LayerType.SLIDING: "sliding", LayerType.CSA: "CSA", LayerType.HCA: "HCA"}[kind]
 
 
 def size_text(size: int) -> str:
-    """Bytes, in the unit that keeps them short."""
+    """Format a number of bytes in the largest fitting unit, "-" for none."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"

@@ -21,28 +21,27 @@ if TYPE_CHECKING:
     from foveal.cli.text import Pieces, Text
 
 _DESCRIPTION = """\
-Packs real text, byte by byte, into a few rows and runs the three layer types of DeepSeek-V4 on it, forward and
-backward, on the CPU. For each it checks that a packed document comes out, and learns, as if it were alone, that the
-chunked and the dense implementation agree, and that this is what an independent reference computes. It ends in PASS or
-FAIL (exit code 1), and draws who sees what in a packed row.
+Packs real text, one token per byte, into a few rows and runs the three layer types of DeepSeek-V4 on it, forward and
+backward, on the CPU. For each it checks that packed documents give the outputs and gradients of each document alone,
+that the chunked and dense implementations agree, and that an independent reference computes the same. It ends in PASS
+or FAIL (exit code 1), and draws who sees what in a packed row.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds `foveal demo`."""
+    """Add the parser of `foveal demo`."""
     summary = "run the three layer types on packed text and check them, on the CPU, in about a minute"
     parser = subparsers.add_parser("demo", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     parser.add_argument(
         "paths",
         nargs="*",
         metavar="PATH",
-        help="files to take text from, any bytes; a document is what stands between blank lines "
-        "(default: Foveal's own documents)",
+        help="files to take text from, any bytes; blank lines separate documents (default: Foveal's own documents)",
     )
     numbers = (
-        ("--length", 512, tokens_between(1, 1024), "tokens in a row; longer paragraphs are split"),
-        ("--rows", 2, int_between(1, 16), "rows to fill at most; the rest of the text is left out"),
-        ("--seed", 0, int_between(0, 2**31 - 1), "of parameters, embedding and loss"),
+        ("--length", 512, tokens_between(1, 1024), "tokens per row; longer paragraphs are split"),
+        ("--rows", 2, int_between(1, 16), "maximum number of rows; the rest of the text is left out"),
+        ("--seed", 0, int_between(0, 2**31 - 1), "seed of the parameters, the embedding and the loss"),
     )
     for name, default, kind, what in numbers:
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
@@ -50,16 +49,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--output",
         default="demo/visibility.png",
         metavar="FILE",
-        help="where the picture goes; folders are made (default: %(default)s)",
+        help="file to draw the picture to; missing folders are created (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo: 0 if everything agrees, 1 if not.
+    """Run the demo and return 0 if everything agrees, else 1.
 
     Raises:
-        CliError: bad arguments, or rich or matplotlib are missing.
+        CliError: bad arguments, or rich or matplotlib is missing.
     """
     require(("rich", "matplotlib"), "demo")
     use_cpu()
@@ -96,7 +95,7 @@ def _introduction(text: Text, pieces: Pieces, sample: Sample) -> str:
     rest = "" if pieces.complete else "; the rest of the text is left out"
     return (
         f"Text: {text.source}\n"
-        f"Documents: {len(lengths)} of {min(lengths)} to {max(lengths)} bytes, each byte a token{split}{rest}\n"
+        f"Documents: {len(lengths)} of {min(lengths)} to {max(lengths)} bytes, one token per byte{split}{rest}\n"
         f"Packed into {rows} x {length} tokens, {sum(lengths) / (rows * length):.0%} full; "
         f"jax {jax.__version__} on {jax.default_backend()}"
     )
@@ -111,7 +110,7 @@ def _save(draw: Callable[[Path], None], path: Path) -> None:
 
 
 def _table(reports: Sequence[LayerCheck], sample: Sample) -> Table:
-    """A column a layer."""
+    """The report as a table with one column per layer."""
     from rich import box
     from rich.table import Table
 
@@ -123,7 +122,7 @@ def _table(reports: Sequence[LayerCheck], sample: Sample) -> Table:
         ("documents", [str(len(sample.hidden))] * len(reports)),
         ("tokens", [tokens] * len(reports)),
         ("a query sees, on average", []),
-        ("  keys of its window", [number(r.window_keys) for r in reports]),
+        ("  raw keys in its window", [number(r.window_keys) for r in reports]),
         ("  entries", [number(r.entries) for r in reports]),
         ("  of which selected", [number(r.selected) for r in reports]),
         ("packed vs alone, largest difference", []),
@@ -153,9 +152,9 @@ def _verdict(console: Console, reports: Sequence[LayerCheck], sample: Sample) ->
     for report in reports:
         if report.entries == 0:
             console.print(
-                f"{short_name(report.layer_type)}: no entries to compare, as each is of "
+                f"{short_name(report.layer_type)}: no entries to compare, as each covers "
                 f"{DEMO_CONFIG.compress_ratio(report.layer_type)} tokens and the longest document has "
-                f"{max(map(len, sample.hidden))}; only the windows were compared"
+                f"{max(map(len, sample.hidden))}; only the sliding windows were compared"
             )
         if report.undecided:
             console.print(

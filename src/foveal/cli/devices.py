@@ -1,4 +1,4 @@
-"""What a command computes on."""
+"""The device that a command computes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def use_cpu() -> None:
-    """Unless JAX_PLATFORMS says otherwise. It would come too late here: importing foveal has imported jax."""
+    """Make JAX use the CPU unless JAX_PLATFORMS is set. Setting it here would be too late: foveal has imported jax."""
     if not os.environ.get("JAX_PLATFORMS"):
         import jax
 

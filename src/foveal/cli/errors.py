@@ -1,4 +1,4 @@
-"""What ends a command with one line instead of a traceback."""
+"""Errors that end a command with one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from foveal.extras import missing
 
 
 class CliError(Exception):
-    """The user can put this right; the message, one line, says how. Ends in exit code 2."""
+    """An error that the user can fix. The one-line message says how; the exit code is 2."""
 
 
 def require(modules: tuple[str, ...], extra: str) -> None:
-    """Raises CliError naming the extra to install unless all of these can be imported."""
+    """Raise CliError naming the extra to install unless all of these modules can be imported."""
     for name in modules:
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The demo's layers and what goes into them."""
+"""The demo's layers and their inputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Sample(NamedTuple):
     """Text as a layer's input.
 
     Attributes:
-        hidden: float32 [T, E] a document.
-        cotangents: likewise; the loss is the sum of outputs times these.
+        hidden: one float32 [T, E] per document.
+        cotangents: one float32 [T, E] per document; the loss is the sum of the outputs times these.
         packed: the hidden states, packed into rows.
     """
 
@@ -51,9 +51,9 @@ class Sample(NamedTuple):
 
 
 def make_sample(documents: Sequence[bytes], length: int, config: AttentionConfig, seed: int) -> Sample:
-    """Bytes are tokens: each has a fixed random vector. Noise of half its size tells equal bytes apart.
+    """Embed documents, one token per byte: a fixed random vector per byte value, plus noise of half its size.
 
-    Without it a run of one byte would be a run of equal hidden states, which no layer of a model sees, and its
+    Without the noise, a run of one byte would be a run of equal hidden states, which do not occur in a model, and its
     gradients would cancel to nothing but rounding.
     """
     rng = np.random.default_rng(seed)
@@ -66,7 +66,7 @@ def make_sample(documents: Sequence[bytes], length: int, config: AttentionConfig
 
 
 def make_layer(config: AttentionConfig, layer_type: LayerType, seed: int) -> CompressedAttention:
-    """A layer with random parameters on which mistakes show."""
+    """Return a layer with random parameters that make mistakes visible."""
     layer = CompressedAttention(config, layer_type=layer_type, rngs=nnx.Rngs(seed))
     set_params(layer, random_params(config, layer_type, seed))
     return layer

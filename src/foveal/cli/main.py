@@ -1,4 +1,4 @@
-"""`foveal`: the parser, and how every command ends."""
+"""`foveal`: the parser and the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from foveal.cli.streams import OutputError, complain, guarded_output
 
 _COMMANDS = (demo, compile_command, cache, verify)
 """Modules with `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments that returns an exit
-code. They import what is slow or optional when run, not before."""
+code. They import slow or optional packages only when run."""
 
 _EXIT_CODES = """\
-Exit codes: 0 all is well, 1 a check failed, 2 a mistake in the arguments or the set-up, or output that cannot be
-written, 130 interrupted, 141 whoever read the output has left (as a shell has it of other programs)."""
+Exit codes: 0 success, 1 a check failed, 2 a mistake in the arguments or the set-up, or output that cannot be written,
+130 interrupted, 141 the reader of the output has closed it (128 + SIGPIPE, as shells report it)."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors take one line."""
+    """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the message on one line and exit with code 2."""
         line = " ".join(message.split())
         self.exit(2, f"{self.prog}: error: {line}; see {self.prog} --help\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own passes over what cannot be written.
+        # argparse's own method ignores write errors.
         if file is None or file is sys.stderr:
             complain(message)
         else:
@@ -42,13 +43,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code.
+    """Run a command and return its exit code.
 
     Args:
-        argv: the arguments; those of the process by default.
+        argv: the arguments; by default those of the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a file name that the terminal cannot show is no reason to stop
+        if isinstance(stream, io.TextIOWrapper):  # escape what cannot be encoded, such as file names
             stream.reconfigure(errors="backslashreplace")
     try:
         with guarded_output():
@@ -81,10 +82,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _interrupts_kept() -> Iterator[None]:
-    """Raises a KeyboardInterrupt again that Python drops.
+    """Raise a KeyboardInterrupt again where Python drops it.
 
-    It does so with one that arrives in a destructor, or in a callback of the garbage collector, of which JAX has one:
-    the command would go on, and say that an exception was ignored.
+    Python drops one that arrives in a destructor or in a callback of the garbage collector, of which JAX has one: the
+    command would continue and print that an exception was ignored.
     """
     previous, timers = sys.unraisablehook, []
 
@@ -92,7 +93,7 @@ def _interrupts_kept() -> Iterator[None]:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             previous(unraisable)
             return
-        # Not at once: that would be in the hook, and be dropped as well.
+        # Not at once: raised within the hook, it would be dropped as well.
         timers.append(threading.Timer(0.05, _thread.interrupt_main))
         timers[-1].start()
 
@@ -106,7 +107,7 @@ def _interrupts_kept() -> Iterator[None]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = _Parser(
         prog="foveal",
         description="Foveal: DeepSeek-V4 compressed attention for JAX. Sharp near, compressed far.",

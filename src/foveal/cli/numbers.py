@@ -1,4 +1,4 @@
-"""Numbers as arguments."""
+"""Parsers of numbers in arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def int_between(low: int, high: int) -> Callable[[str], int]:
-    """A parser of whole numbers for `argparse`."""
+    """Return a parser of whole numbers from `low` to `high` for `argparse`."""
     return _parser(low, high, "whole number", int)
 
 
 def tokens_between(low: int, high: int) -> Callable[[str], int]:
-    """A parser of numbers of tokens for `argparse`: as lengths of context are spelled, k is 1024 and M 1024 k."""
+    """Return a parser of numbers of tokens for `argparse`; as in context lengths, k is 1024 and M is 1024 k."""
     return _parser(low, high, "whole number of tokens", _tokens)
 
 

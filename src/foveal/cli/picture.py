@@ -20,12 +20,12 @@ from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.layers import LayerType
 from foveal.testing.choices import selected_entries
 
-# The released window and ratios need thousands of tokens to show; these show the same in a row that fits a page.
+# The released window and ratios only show over thousands of tokens; these show the same in a row that fits a page.
 PICTURE_CONFIG = dataclasses.replace(DEMO_CONFIG, sliding_window=16, hca_ratio=16, index_topk=4)
 _ROW = 112
-_MOST_TOKENS = 100  # some padding must be left to see
+_MOST_TOKENS = 100  # leaves some padding to show
 _LONGEST, _MOST_DOCUMENTS = 43, 6  # odd, so that documents start at no multiple of a ratio
-_WORDS = 18  # characters of a document that name it
+_WORDS = 18  # characters of a document in its label
 
 # One hue family for raw keys and one for entries; neighbouring documents take turns within it.
 _KEYS = ("#1f5fa8", "#3aa0b8")
@@ -35,7 +35,7 @@ _PADDING, _NOTHING, _LINE = "#c9c9c9", "#ffffff", "#333333"
 
 
 class _PictureRow(NamedTuple):
-    """What the picture shows, of one row of S tokens; document numbers count from 0, -1 on padding."""
+    """The picture's data for one row of S tokens; documents are numbered from 0, padding is -1."""
 
     texts: list[bytes]
     starts: list[int]
@@ -47,15 +47,15 @@ class _PictureRow(NamedTuple):
 
 
 def draw(paragraphs: Sequence[bytes], seed: int, path: Path) -> None:
-    """Draws the beginning of the text, packed into one short row.
+    """Draw the beginning of the text, packed into one short row.
 
     Args:
-        paragraphs: of the text, at least one.
-        seed: of the CSA layer whose indexer selects.
-        path: where to; the ending says which format.
+        paragraphs: the text's paragraphs, at least one.
+        seed: seed of the sample and of the CSA layer whose indexer selects.
+        path: the file to write; its ending determines the format.
 
     Raises:
-        CliError: a format that matplotlib does not write.
+        CliError: matplotlib does not write this format.
         OSError: the file cannot be written.
     """
     figure = Figure(figsize=(13.5, 7.6), dpi=120, layout="constrained")
@@ -128,7 +128,7 @@ def _fill(figure: Figure, row: _PictureRow) -> None:
 
 
 def _colours(row: _PictureRow, shown: np.ndarray, palette: Sequence[str], onto: np.ndarray | None = None) -> np.ndarray:
-    """float [S, N, 3]: where `shown` is True, its query's document's colour; grey rows for padding."""
+    """Return an image, float [S, N, 3]: its query's document's colour where `shown` is True; grey rows for padding."""
     image = np.full((*shown.shape, 3), to_rgb(_NOTHING)) if onto is None else onto.copy()
     image[row.document < 0] = to_rgb(_PADDING)
     colours = np.array([to_rgb(colour) for colour in palette])[row.document % len(palette)]
@@ -142,7 +142,7 @@ def _paint(axes: Axes, image: np.ndarray, label: str) -> None:
 
 
 def _mark_slots(axes: Axes, filled: np.ndarray, every: int) -> None:
-    """Lines between slots, hatching over those without an entry."""
+    """Draw lines between slots, and hatch the slots without an entry."""
     for slot, full in enumerate(filled):
         axes.axvline(slot, color="#dddddd", linewidth=0.5)
         if not full:
@@ -152,9 +152,9 @@ def _mark_slots(axes: Axes, filled: np.ndarray, every: int) -> None:
 
 
 def _name_documents(axes: Axes, row: _PictureRow) -> None:
-    """Each document's first words beside its part of the diagonal, on the side that has room."""
+    """Write each document's first words beside its part of the diagonal, on the side that has room."""
     for number, (start, text) in enumerate(zip(row.starts, row.texts, strict=True)):
-        if len(text) < 4:  # thinner than its name is high
+        if len(text) < 4:  # too thin for a label
             continue
         words = "".join(c if c.isprintable() and c < "\u0250" else "·" for c in text.decode("utf-8", "replace"))
         label = f"document {number + 1}: “{words[:_WORDS]}{'…' if len(words) > _WORDS else ''}”"
@@ -163,7 +163,7 @@ def _name_documents(axes: Axes, row: _PictureRow) -> None:
         side = "left" if right else "right"
         written = axes.text(end + 2 if right else start - 2, middle, label, ha=side, va="center", fontsize=9)
         written.set_parse_math(False)
-        written.set_in_layout(False)  # a long one must not push the panels apart
+        written.set_in_layout(False)  # a long label must not push the panels apart
 
 
 def _legend(figure: Figure) -> None:
@@ -173,6 +173,6 @@ def _legend(figure: Figure) -> None:
         Patch(facecolor=_SEEN[0], label="entry visible but not selected"),
         Patch(facecolor=_PADDING, label="padding: sees nothing, is not seen"),
         Patch(facecolor="none", edgecolor="#aaaaaa", hatch="////", label="slot without an entry"),
-        Line2D([], [], color=_LINE, linewidth=0.9, linestyle=(0, (4, 2)), label="next document (the hues take turns)"),
+        Line2D([], [], color=_LINE, linewidth=0.9, linestyle=(0, (4, 2)), label="next document (hues alternate)"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)

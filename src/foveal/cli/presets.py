@@ -1,4 +1,4 @@
-"""Models as arguments: published ones by name, and any of which there is a config."""
+"""Models as arguments: published models by name, and any model by its config."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ PRESETS = {
     "pro": AttentionConfig.deepseek_v4_pro,
     "tiny": AttentionConfig.tiny,
 }
-"""Models by the name that `--preset` takes."""
+"""Functions that return a model's config, by the name that `--preset` takes."""
 
 _DEFAULT = "flash"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds `--preset` and `--config`, of which one may be given; `preset_of` and `read_model` take what they say."""
-    # argparse could not tell a default from the same name given beside --config.
+    """Add `--preset` and `--config`, of which at most one may be given; `preset_of` and `read_model` interpret them."""
+    # --preset has no default here: argparse could not tell it from the same name given beside --config.
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--preset", choices=tuple(PRESETS), help=f"whose sizes (default: {_DEFAULT})")
+    model.add_argument("--preset", choices=tuple(PRESETS), help=f"the model whose sizes are used (default: {_DEFAULT})")
     model.add_argument(
-        "--config", metavar="PATH", help="instead, those of a published config.json, or of the one in a directory"
+        "--config", metavar="PATH", help="instead, the sizes of a published config.json or of a directory with one"
     )
 
 
 def preset_of(args: argparse.Namespace) -> str | None:
-    """The preset that is meant; None where there is a `--config`."""
+    """Return the preset, given or by default; None if there is a `--config`."""
     return None if args.config is not None else args.preset or _DEFAULT
 
 
 def read_model(preset: str | None, path: str | None) -> AttentionConfig:
-    """The preset's sizes, or without one those of the config at the path.
+    """Return the config of the preset or, without a preset, the config at the path.
 
     Raises:
-        CliError: it cannot be read, or is not DeepSeek-V4's.
+        CliError: the config cannot be read or is not that of a DeepSeek-V4 model.
     """
     if preset is not None:
         return PRESETS[preset]()

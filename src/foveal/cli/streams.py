@@ -1,4 +1,4 @@
-"""Standard output and error, and what happens where nothing can be written to them."""
+"""Standard output and standard error, and handling of failures to write to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OutputError(Exception):
     """Standard output cannot be written.
 
     Attributes:
-        reader_left: whether it is a pipe that nobody reads any more.
+        reader_left: whether it is a pipe whose reader has closed it.
     """
 
     def __init__(self, reason: str, *, reader_left: bool = False) -> None:
@@ -23,24 +23,24 @@ class OutputError(Exception):
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Tells failures of standard output from those of any other file, and flushes it at the end.
+    """Tell failures of standard output from those of any other file, and flush standard output at the end.
 
     Raises:
-        OutputError: it is closed, or the first write to it that fails; what is written to it after that is lost.
+        OutputError: standard output is closed, or a write to it fails; anything written after that is lost.
     """
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
-        # As the first file that is opened would take its place, nothing is begun.
+        # Stop before any work: the first file opened would take the place of standard output.
         raise OutputError("it is closed")
     guarded = _Guarded(sys.stdout)
     with contextlib.redirect_stdout(guarded):
         try:
             yield
         finally:
-            guarded.flush()  # not when Python ends: then it could only complain
+            guarded.flush()  # at exit, Python could only complain about a failure
 
 
 def complain(message: str) -> None:
-    """Writes to standard error. Where that cannot be written either, the exit code must do."""
+    """Write to standard error. If that fails too, only the exit code reports the error."""
     if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
         return
     try:
@@ -57,12 +57,12 @@ class _Guarded:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As the stream's."""
+        """Write to the stream."""
         with self._telling():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """As the stream's."""
+        """Flush the stream."""
         with self._telling():
             self._stream.flush()
 
@@ -80,7 +80,7 @@ class _Guarded:
 
 
 def _silence(stream: Any) -> None:
-    """Lets what the stream still holds go nowhere: Python would try once more to write it when it ends."""
+    """Discard what the stream still holds: Python would try again to write it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

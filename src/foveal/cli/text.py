@@ -1,4 +1,4 @@
-"""Real text for the demo: where it comes from, and its paragraphs as documents."""
+"""Real text for the demo: its source, and its paragraphs as documents."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from foveal.cli.errors import CliError
 from foveal.geometry import pack_documents
 
 _READ_LIMIT = 1 << 20
-"""Bytes read of one file: more than the demo can use, and an end even to a file that has none."""
+"""Bytes read per file: more than the demo can use, and a limit for files without an end."""
 
 
 class Text(NamedTuple):
-    """Text and where it comes from.
+    """Text and its source.
 
     Attributes:
-        source: for the reader, such as "README.md, CHANGELOG.md".
-        paragraphs: none of them blank.
+        source: description for the user, such as "README.md, CHANGELOG.md".
+        paragraphs: the text's paragraphs, none of them blank.
     """
 
     source: str
@@ -35,8 +35,8 @@ class Pieces(NamedTuple):
 
     Attributes:
         documents: pieces of text, none longer than a row.
-        split: how many paragraphs had to be cut to make them.
-        complete: whether these are all there were.
+        split: number of paragraphs that were cut to make them.
+        complete: whether they contain the whole text.
     """
 
     documents: list[bytes]
@@ -45,10 +45,10 @@ class Pieces(NamedTuple):
 
 
 def read_text(paths: Sequence[str]) -> Text:
-    """The files' paragraphs, or for no files those of the project's own documents.
+    """Read the paragraphs of the files or, without files, of the project's own documents.
 
     Raises:
-        CliError: a file cannot be read, or there is nothing but blanks.
+        CliError: a file cannot be read, or all text is blank.
     """
     source, contents = _files(paths) if paths else _own_documents()
     paragraphs = [paragraph for content in contents for paragraph in split_paragraphs(content)]
@@ -58,15 +58,15 @@ def read_text(paths: Sequence[str]) -> Text:
 
 
 def split_paragraphs(content: bytes) -> list[bytes]:
-    """Pieces between blank lines, blank ones left out."""
+    """Split text at blank lines, leaving out blank pieces."""
     return [piece for piece in re.split(rb"\r?\n(?:[ \t]*\r?\n)+", content) if piece.strip()]
 
 
 def fit_rows(paragraphs: Iterable[bytes], length: int, rows: int) -> Pieces:
-    """The paragraphs, in order, that first fit places in `rows` rows of `length` tokens; long ones are cut."""
-    pieces: list[tuple[bytes, int]] = []  # with the number of its paragraph
+    """Cut long paragraphs, and keep the pieces, in order, that first fit places in `rows` rows of `length` tokens."""
+    pieces: list[tuple[bytes, int]] = []  # each with the number of its paragraph
     lengths = []
-    room = 2 * rows * length  # beyond this, nothing would find a place
+    room = 2 * rows * length  # pieces beyond this would not fit
     paragraphs = list(paragraphs)
     for number, paragraph in enumerate(paragraphs):
         if sum(lengths) >= room:
@@ -95,7 +95,7 @@ def _read(path: Path) -> bytes:
 
 
 def _own_documents() -> tuple[str, list[bytes]]:
-    """Foveal's documents: those of its checkout if we stand in it, else the installed package's description."""
+    """Foveal's documents: those of the checkout in the current directory, else the installed package's description."""
     if _in_checkout():
         names = [Path(name) for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
         found = [path for path in (*names, *sorted(Path("docs").rglob("*.md"))) if path.is_file()]

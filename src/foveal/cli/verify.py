@@ -1,4 +1,4 @@
-"""`foveal verify`: is this checkpoint what it should be, and does it compute what it should?"""
+"""`foveal verify`: checking a checkpoint's attention tensors and what its layers compute."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from foveal.cli.verify_files import Whole
     from foveal.cli.verify_layer import Comparison, Expected, Outputs, Statistics
 
-_MOST_TOKENS = 1 << 12  # both sides keep scores of all queries and keys
-_MORE_TOKENS = 64  # than the fewest with which every part of a layer is used
+_MOST_TOKENS = 1 << 12  # both sides hold the scores of all queries and keys
+_MORE_TOKENS = 64  # beyond the least number that uses every part of a layer
 
 _DESCRIPTION = """\
-Reads the config and the attention tensors of a DeepSeek-V4 checkpoint (released files, transformers', foveal's),
-compares names, dtypes, shapes and counts with what they must be, and runs each layer on random hidden states in float32
-and bfloat16 beside transformers' own layer, or, where transformers is not installed, beside foveal's reference. Exit
-code 1 says that something disagrees.
+Reads the config and the attention tensors of a DeepSeek-V4 checkpoint (released, or saved by transformers or foveal)
+and checks their names, dtypes, shapes and counts. Then it runs each layer on random hidden states in float32 and
+bfloat16 and compares the outputs with those of transformers' own layer or, if transformers is not installed, of
+foveal's reference. Exit code 1 means that something disagrees.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds `foveal verify`."""
-    summary = "check a checkpoint's attention, and run it beside transformers'"
+    """Add the parser of `foveal verify`."""
+    summary = "check a checkpoint's attention, and compare its outputs with transformers'"
     parser = subparsers.add_parser("verify", help=summary, description=_DESCRIPTION, epilog=TOKENS, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -57,33 +57,33 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="PATH",
         help="a directory with config.json and safetensors files, or one such file or its index beside a config.json",
     )
-    add("--random", action="store_true", help="instead of PATH, an FP8 checkpoint of random weights, made for this")
-    add("--preset", choices=tuple(PRESETS), help="whose sizes --random has (default: tiny)")
+    add("--random", action="store_true", help="instead of PATH, check a temporary FP8 checkpoint of random weights")
+    add("--preset", choices=tuple(PRESETS), help="the model whose sizes --random has (default: tiny)")
     layers = int_between(0, 1 << 16)
-    add("--layer", type=layers, nargs="+", metavar="N", help="layers to look at, from 0 (default: all)")
+    add("--layer", type=layers, nargs="+", metavar="N", help="layers to check, from 0 (default: all)")
     tokens = tokens_between(1, _MOST_TOKENS)
-    add("--tokens", type=tokens, metavar="N", help="hidden states to run on (default: enough for each layer type)")
+    add("--tokens", type=tokens, metavar="N", help="hidden states to run on (default: enough for every layer)")
     add(
         "--seed",
         type=int_between(0, 2**31 - 1),
         default=0,
         metavar="N",
-        help="of the hidden states and of --random's weights (default: 0)",
+        help="seed of the hidden states and of --random's weights (default: 0)",
     )
-    add("--json", action="store_true", help="print a line of JSON a layer, and one of the checkpoint, and no tables")
+    add("--json", action="store_true", help="print one line of JSON per layer and one for the checkpoint, no tables")
     parser.set_defaults(run=run)
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedLayer:
-    """What is found out about one layer.
+    """The results of checking one layer.
 
     Attributes:
         layer: its index.
-        layer_type: which of the three it is.
-        failures: why it was not looked at any further.
-        statistics: of its weights; None if they could not be loaded.
-        comparisons: by dtype.
+        layer_type: its type.
+        failures: errors that ended the check early.
+        statistics: statistics of its weights; None if they could not be loaded.
+        comparisons: comparisons of its outputs, by dtype.
     """
 
     layer: int
@@ -94,7 +94,7 @@ class VerifiedLayer:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """All that is wrong with it."""
+        """Everything that is wrong with the layer."""
         found = list(self.failures)
         if self.statistics is not None:
             found += [f"{name} is not finite" for name in self.statistics.not_finite]
@@ -105,10 +105,10 @@ class VerifiedLayer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies a checkpoint: 0 if everything agrees, 1 if not.
+    """Verify a checkpoint and return 0 if everything agrees, else 1.
 
     Raises:
-        CliError: bad arguments, or rich or safetensors are missing.
+        CliError: bad arguments, or rich or safetensors is missing.
     """
     if (args.path is None) != args.random:
         raise CliError("expected either PATH or --random" + (", got both" if args.random else ""))
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _checkpoint(args: argparse.Namespace) -> Iterator[Path]:
-    """The one to look at; a random one exists for as long as this."""
+    """Yield the path of the checkpoint; a random one is deleted at the end."""
     if not args.random:
         yield Path(args.path)
         return
@@ -173,8 +173,8 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 
 def _end(console: Console, args: argparse.Namespace, complaints: list[str], **found: Any) -> int:
-    """The last lines, and the exit code."""
-    # What names and exceptions say must not look like a line of this command's.
+    """Print the last lines and return the exit code."""
+    # Names and exceptions come from files: they must not imitate the command's own lines.
     complaints = [printable(complaint) for complaint in complaints]
     if args.json:
         print(_json({**found, "complaints": complaints}))
@@ -184,10 +184,10 @@ def _end(console: Console, args: argparse.Namespace, complaints: list[str], **fo
 
 
 def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
-    """How many tokens to run on.
+    """Check the arguments and return the number of tokens to run on.
 
     Raises:
-        CliError: there are no such layers, or the tokens are too few to tell anything.
+        CliError: there are no such layers, or the number of tokens is out of range.
     """
     from foveal.cli.verify_layer import least_tokens
 
@@ -198,9 +198,7 @@ def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
         raise CliError(f"--layer: expected each layer once, got {' '.join(map(str, args.layer))}")
     least = least_tokens(config, args.layer)
     if least > _MOST_TOKENS:
-        raise CliError(
-            f"the config's layers have no entries before {least} tokens, more than {_MOST_TOKENS} are not run"
-        )
+        raise CliError(f"the config's layers have no entries before {least} tokens; at most {_MOST_TOKENS} can be run")
     tokens = min(least + _MORE_TOKENS, _MOST_TOKENS) if args.tokens is None else args.tokens
     if not least <= tokens <= _MOST_TOKENS:
         raise CliError(f"--tokens: expected {least} to {_MOST_TOKENS}, so that each layer has entries, got {tokens}")
@@ -208,7 +206,7 @@ def _check_arguments(args: argparse.Namespace, config: AttentionConfig) -> int:
 
 
 def _peer() -> tuple[Any, str]:
-    """The module to compare with, if it can be had, and what to call it."""
+    """Return the module to compare with, or None if it cannot be imported, and the name for the report."""
     try:
         peer = importlib.import_module("foveal.testing.peer")
     except ImportError as error:
@@ -217,7 +215,7 @@ def _peer() -> tuple[Any, str]:
 
 
 class _PeerError(Exception):
-    """transformers does not take a layer; the message says why."""
+    """An error of transformers or torch on a layer; the message says which."""
 
 
 def _look_at(found: AttentionCheckpoint, layer: int, peer: Any, tokens: int, seed: int) -> VerifiedLayer:
@@ -248,9 +246,9 @@ def _by_peer(found: AttentionCheckpoint, layer: int, peer: Any) -> Outputs:
     def asked(ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except Exception as error:  # whatever transformers and torch do with what they do not take
+        except Exception as error:  # transformers and torch may raise anything
             message = " ".join(str(error).split())
-            raise _PeerError(f"transformers does not take it: {type(error).__name__}: {message}") from error
+            raise _PeerError(f"transformers failed: {type(error).__name__}: {message}") from error
 
     theirs = asked(lambda: peer.peer_of_checkpoint(found.files.path, found.config, layer))
 
@@ -270,10 +268,10 @@ def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, to
     lines = [
         f"{title}: {found.dialect} names",
         f"layers: {', '.join(f'{count} {short_name(kind)}' for kind, count in kinds.items())}",
-        f"sizes: {config.num_attention_heads} heads of {config.head_dim}, width {config.hidden_size}, window "
+        f"sizes: {config.num_attention_heads} heads of {config.head_dim}, width {config.hidden_size}, sliding window "
         f"{config.sliding_window}, {config.index_topk} entries selected",
         f"attention of {len(found.layers)} layers: {len(tensors):,} tensors, {size:,} bytes",
-        f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files here: {whole.files_here} of "
+        f"all tensors: {whole.tensors:,}" + _of(whole.expected_tensors) + f"; files present: {whole.files_here} of "
         f"{whole.files}, {whole.bytes:,} bytes" + _of(whole.expected_bytes),
         f"compared with {name}, on {tokens} random hidden states"
         + (f"; CSA layers select {chosen} of their {entries} entries" if LayerType.CSA in kinds else ""),
@@ -282,11 +280,11 @@ def _summary(title: str, found: AttentionCheckpoint, whole: Whole, name: str, to
 
 
 def _of(expected: int | None) -> str:
-    return " (expected: not known)" if expected is None else f" of {expected:,} expected"
+    return " (expected: unknown)" if expected is None else f" of {expected:,} expected"
 
 
 def _step(report: VerifiedLayer) -> str:
-    """A layer's verdict, while others are still to be looked at; why it disagrees comes last."""
+    """A layer's verdict, printed before the next layer is checked; the reasons follow at the end."""
     return f"layer {report.layer}, {short_name(report.layer_type)}: {'disagrees' if report.complaints else 'agrees'}"
 
 
@@ -312,7 +310,7 @@ def _weights_table(reports: list[VerifiedLayer]) -> Table:
 def _comparison_table(reports: list[VerifiedLayer], name: str) -> Table:
     from rich.table import Table
 
-    table = Table("layer", "dtype", "max |error|", "relative L2", "same entries", "agrees", title=f"beside {name}")
+    table = Table("layer", "dtype", "max |error|", "relative L2", "same entries", "agrees", title=f"against {name}")
     for report in reports:
         for dtype, found in report.comparisons.items():
             table.add_row(
@@ -327,7 +325,7 @@ def _comparison_table(reports: list[VerifiedLayer], name: str) -> Table:
 
 
 def _json(value: Any) -> str:
-    """One line of JSON, in which numbers that are not finite, which it has not, are strings."""
+    """Format as one line of JSON; numbers that are not finite, which JSON lacks, become strings."""
     return json.dumps(_finite(value), allow_nan=False)
 
 

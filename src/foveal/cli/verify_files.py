@@ -1,4 +1,4 @@
-"""What `foveal verify` looks at in a checkpoint as a whole."""
+"""The checks of `foveal verify` on a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A checkpoint beside what its config says it must hold.
+    """A checkpoint compared with what its config says it must hold.
 
     Attributes:
-        files: how many there are.
-        files_here: how many of them are on this machine.
-        tensors: how many there are.
-        bytes: of those in files that were looked into.
-        expected_tensors: how many there must be. None where that is not known: it is of models with DeepSeek's names.
-        expected_bytes: of those in files that were looked into; likewise.
-        complaints: what differs.
+        files: number of files.
+        files_here: number of files that exist on this machine.
+        tensors: number of tensors.
+        bytes: size of the tensors in the files that were examined.
+        expected_tensors: expected number of tensors; None if unknown. It is known for FP8 models in DeepSeek's names.
+        expected_bytes: expected size of the tensors in the files that were examined; None likewise.
+        complaints: all differences.
     """
 
     files: int
@@ -39,7 +39,7 @@ class Whole:
 
 
 def config_complaints(config: AttentionConfig) -> tuple[str, ...]:
-    """What differs between a config and that of the released model whose size it has."""
+    """Compare a config with that of the released model of its size; return the differences."""
     for name, preset in (("Flash", AttentionConfig.deepseek_v4_flash()), ("Pro", AttentionConfig.deepseek_v4_pro())):
         if (config.hidden_size, config.num_layers) == (preset.hidden_size, preset.num_layers):
             fields = [field.name for field in dataclasses.fields(config) if field.name != "initializer_range"]
@@ -52,11 +52,11 @@ def config_complaints(config: AttentionConfig) -> tuple[str, ...]:
 
 
 def whole_checkpoint(found: AttentionCheckpoint, *, partial: bool) -> Whole:
-    """Counts and compares; reads headers only.
+    """Count a checkpoint's tensors and compare them with the expected ones; reads headers only.
 
     Args:
         found: the checkpoint's attention.
-        partial: whether to look into no other files than those that hold it: the others need not be here, nor be whole.
+        partial: whether to examine only the files that hold it. The other files need not exist or be intact.
     """
     files, held, problems = found.files, {}, []
     needed = {tensor.file for sources in found.layers.values() for source in sources for tensor in source.tensors}
@@ -86,7 +86,7 @@ def whole_checkpoint(found: AttentionCheckpoint, *, partial: bool) -> Whole:
 
 
 def _released_name(name: str) -> str:
-    """With the endings and prefixes that are accepted besides those of the releases replaced by these."""
+    """Replace accepted prefixes and scale endings by those of the releases."""
     name = name.removeprefix("model.")
     released, *others = SCALE_SUFFIXES
     return next((name.removesuffix(other) + released for other in others if name.endswith(other)), name)

@@ -1,4 +1,4 @@
-"""What `foveal verify` looks at in one layer of a checkpoint."""
+"""The checks of `foveal verify` on one layer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from foveal.testing.reference import reference_attention
 
 DTYPES = ("float32", "bfloat16")
 
-_LEAST_SHARE = 0.8  # of entries: rounding to bfloat16 leaves more than 0.95, chance about a quarter
+_LEAST_SHARE = 0.8  # of equal entries: with bfloat16 rounding above 0.95, by chance about a quarter
 
 
 class Expected(NamedTuple):
-    """What something else computes.
+    """The outputs that a layer is compared with.
 
     Attributes:
         output: float32 [1, S, E].
         choice: the entries that an indexer selects, [1, S, K], -1 for none; None without an indexer.
-        independent: whether the choice is of another implementation, so that to have the same means something.
+        independent: whether another implementation made the choice. Only then is an equal choice evidence.
     """
 
     output: np.ndarray
@@ -43,11 +43,11 @@ class Expected(NamedTuple):
 
 
 Outputs = Callable[[np.ndarray, str], Expected]
-"""Of hidden states [1, S, E] and the name of a dtype."""
+"""A function of hidden states [1, S, E] and a dtype's name that returns the expected outputs."""
 
 
 class Range(NamedTuple):
-    """The least and the greatest of some numbers."""
+    """The smallest and the largest of some numbers."""
 
     low: float
     high: float
@@ -55,18 +55,18 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of a layer's weights.
+    """Statistics of a layer's weights.
 
     Attributes:
-        tensors: in the files, scales included.
-        bytes: of these.
-        stored: the dtypes of the kernels, as safetensors spells them.
-        as_released: whether number, shapes and dtypes are those of a release, its scales being F8_E8M0 or F32.
+        tensors: number of tensors in the files, scales included.
+        bytes: size of these tensors.
+        stored: dtypes of the kernels, as safetensors spells them.
+        as_released: whether number, shapes and dtypes are those of a release, with scales in F8_E8M0 or F32.
         not_finite: names of parameters that hold NaN or infinities.
-        zero: names of kernels and norm scales that hold nothing but zeros.
-        kernels: root mean squares, of one kernel each.
-        norms: root mean squares of the norm scales.
-        sinks: the sinks themselves.
+        zero: names of kernels and norm scales that are all zeros.
+        kernels: range of the kernels' root mean squares.
+        norms: range of the norm scales' root mean squares.
+        sinks: range of the sinks.
     """
 
     tensors: int
@@ -82,15 +82,15 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Of outputs for the same random hidden states, in units of their root mean square.
+    """Differences of outputs for the same random hidden states, in units of the expected root mean square.
 
     Attributes:
         worst: max |difference|.
         relative: ||difference|| / ||expected||.
-        queries: how many were compared.
-        same_entries: of the entries selected for queries that see more, and not by rounding, the share that both
-            select; None where only one side says what it selects.
-        complaints: what is wrong, nothing if they agree.
+        queries: number of queries compared.
+        same_entries: share of the selected entries that both sides select, over queries that see more entries than are
+            selected and where rounding does not decide; None if only one side reports its selection.
+        complaints: what is wrong; empty if the outputs agree.
     """
 
     worst: float
@@ -101,7 +101,7 @@ class Comparison:
 
 
 def statistics(found: AttentionCheckpoint, layer: int, module: CompressedAttention) -> Statistics:
-    """Of one layer, loaded."""
+    """Compute the statistics of a loaded layer's weights."""
     sources = found.layers[layer]
     held = [tensor for source in sources for tensor in source.tensors]
     scales = {source.scale.dtype for source in sources if source.scale}
@@ -122,46 +122,46 @@ def statistics(found: AttentionCheckpoint, layer: int, module: CompressedAttenti
 
 
 def hidden_states(config: AttentionConfig, tokens: int, seed: int) -> np.ndarray:
-    """Random numbers that bfloat16 holds, float32 [1, S, E]."""
+    """Return random hidden states that bfloat16 represents exactly, float32 [1, S, E]."""
     hidden = random_hidden(seed, 1, tokens, config.hidden_size)
     return np.asarray(jnp.asarray(hidden).astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def least_tokens(config: AttentionConfig, layers: Iterable[int] | None) -> int:
-    """How many hidden states it takes that these layers (or all) leave their window and have entries to choose from."""
+    """Return the least number of tokens that exceeds the sliding window and gives these layers (or all) two entries."""
     kinds = {config.layer_type(layer) for layer in (range(config.num_layers) if layers is None else layers)}
     return max(config.sliding_window + 1, *(2 * config.compress_ratio(kind) for kind in kinds))
 
 
 def entry_counts(config: AttentionConfig, tokens: int) -> np.ndarray:
-    """How many entries each query of a CSA layer sees, int [1, S]."""
+    """Return the number of entries that each query of a CSA layer sees, int [1, S]."""
     documents = Documents.unpacked(1, tokens)
     return np.asarray(Visibility(documents, config.sliding_window, config.csa_ratio).entry_counts)
 
 
 def with_short_choice(config: AttentionConfig, tokens: int) -> AttentionConfig:
-    """The config with so few entries selected that there is a choice to make among those of `tokens`."""
+    """Return the config with `index_topk` small enough that the indexer has a choice among the entries of `tokens`."""
     quarter = max(1, int(entry_counts(config, tokens).max()) // 4)
     return dataclasses.replace(config, index_topk=min(config.index_topk, quarter))
 
 
 def by_reference(module: CompressedAttention) -> Outputs:
-    """The outputs of foveal's independent reference for a float32 layer's parameters, always in float32."""
+    """Return a function that runs foveal's independent reference with a float32 layer's parameters, in float32."""
     compiled = jax.jit(lambda params, x: reference_attention(params, module.config, module.layer_type, x))
 
     def outputs(hidden: np.ndarray, dtype: str) -> Expected:
         del dtype
-        # The reference does not say what it selects. That it is what the float32 layer does shows in the outputs.
+        # The reference does not report its selection; equal outputs show that it is the float32 layer's.
         return Expected(np.asarray(compiled(get_params(module), hidden)), _choice(module, hidden)[0], independent=False)
 
     return outputs
 
 
 def compare(module: CompressedAttention, expected: Outputs, hidden: np.ndarray, dtype: str) -> Comparison:
-    """A layer against something that computes the same.
+    """Compare a layer's outputs with the expected ones.
 
-    A query whose indexer selects other entries is not compared. In float32 that may happen only where rounding decides
-    which entry is the last one; in bfloat16 for a small share of the entries.
+    A query for which the two indexers select different entries is not compared. In float32 they may differ only where
+    rounding decides which entry comes last; in bfloat16, in a small share of the entries.
     """
     got = np.asarray(_forward(module, hidden), np.float32)
     want, their_choice, independent = expected(hidden, dtype)
@@ -169,12 +169,12 @@ def compare(module: CompressedAttention, expected: Outputs, hidden: np.ndarray, 
     if module.spec.has_indexer and their_choice is not None:
         choices = _compare_choices(module, hidden, their_choice)
         complaints = choices.complaints(dtype)
-        # Who does not say what it selects may select something else where rounding decides.
+        # A side that does not report its selection may select something else where rounding decides.
         compared = choices.same if independent else choices.same & choices.decided
         share = choices.share if independent else None
     count = int(compared.sum())
     if not count:
-        complaints.append("no query whose indexer selects the same entries")
+        complaints.append("the indexers select the same entries for no query")
         return Comparison(np.nan, np.nan, 0, share, tuple(complaints))
     got, want = got[compared], want[compared]
     if not (np.isfinite(got).all() and np.isfinite(want).all()):
@@ -189,13 +189,13 @@ def compare(module: CompressedAttention, expected: Outputs, hidden: np.ndarray, 
 
 
 class _Choices(NamedTuple):
-    """Two indexers side by side, for every query [1, S].
+    """The selections of two indexers compared, for every query [1, S].
 
     Attributes:
         same: whether they select the same entries.
         decided: whether more than rounding decides what the first one selects.
         choosing: whether there are more entries than are selected.
-        share: of the entries that one selects where it decides and has a choice, those that the other selects too.
+        share: share of the selected entries that both select, averaged over the queries that choose and are decided.
     """
 
     same: np.ndarray
@@ -204,14 +204,15 @@ class _Choices(NamedTuple):
     share: float
 
     def complaints(self, dtype: str) -> list[str]:
+        """Return what is wrong with the selections of a layer that computes in `dtype`."""
         found = []
         other = int((~self.same & self.decided).sum())
         if dtype == "float32" and other:
-            found.append(f"the indexer selects other entries for {other} queries, and not by rounding")
+            found.append(f"the indexer selects other entries for {other} queries, and not because of rounding")
         if self.share < _LEAST_SHARE:
-            found.append(f"of the selected entries {self.share:.1%} are the same, expected {_LEAST_SHARE:.0%} or more")
+            found.append(f"selected entries: expected {_LEAST_SHARE:.0%} or more the same, got {self.share:.1%}")
         if self.choosing.any() and not (self.choosing & self.decided).any():
-            found.append("for no query anything but rounding decides what the indexer selects")
+            found.append("only rounding decides what the indexer selects, for every query that has a choice")
         return found
 
 

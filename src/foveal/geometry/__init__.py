@@ -1,6 +1,6 @@
-"""Who sees what: integers only, and the only place that knows.
+"""Who sees what: the geometry of documents, windows and entries, in integers only.
 
-Everything follows from one integer per token, the row at which its document begins. Every other module asks here.
+Everything follows from one integer per token, the row at which its document begins. Every other module asks this one.
 """
 
 from foveal.geometry.blocks import Block, Blocks

@@ -1,4 +1,4 @@
-"""Rows, or slots, in blocks of one size."""
+"""Loops over rows or slots in blocks of one static size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """[0, total) in blocks of `size`, at most `total`. The last one is moved up to end with the whole.
+    """The range [0, total) in blocks of `size` <= total, the last of which is shifted to end at `total`.
 
-    Shapes are then the same for all blocks; what the last one repeats of the one before, its `fresh` tells.
+    All blocks thus have the same shape. The last may repeat rows of the one before; `Block.fresh` marks the new ones.
     """
 
     size: int
@@ -27,11 +27,11 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return -(-self.total // self.size)
 
     def at(self, index: Int32[Array, ""]) -> Block:
-        """The block of a traced index below `count`."""
+        """Return the block at a traced index below `count`."""
         return Block(jnp.minimum(index * self.size, self.total - self.size), index * self.size, self.size)
 
     def fold(
@@ -43,14 +43,14 @@ class Blocks:
         bounds: tuple[int | Array, int | Array] | None = None,
         backwards: bool = False,
     ) -> T:
-        """Loops over the blocks: `made = step(block, made)`, from `start` on.
+        """Loop over the blocks: `made = step(block, made)`, with `start` as the first `made`.
 
         Args:
-            step: what one block adds or replaces.
+            step: returns `made` with what one block adds or replaces.
             start: a pytree of arrays.
-            like: operands of the steps: `start` must vary over the mesh axes that they vary over (`varying`).
+            like: operands of the steps; `start` is cast to vary over the same mesh axes as they do (`varying`).
             bounds: the first block and one past the last, int32 scalars; all blocks by default.
-            backwards: begin with the last block, so that the rows it repeats are written again by the one before it.
+            backwards: begin with the last block; the rows that it repeats are then overwritten by the one before it.
         """
         first, end = (jnp.int32(0), jnp.int32(self.count)) if bounds is None else bounds
         last = self.count - 1
@@ -63,12 +63,12 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows [start, start + size), of which those from `own` on are in no block before.
+    """Rows [start, start + size), of which those from `own` on are in no earlier block.
 
     Attributes:
-        start: int32 scalar.
-        own: int32 scalar.
-        size: static.
+        start: first row, an int32 scalar.
+        own: first row that is in no earlier block, an int32 scalar.
+        size: number of rows, static.
     """
 
     start: Int32[Array, ""]
@@ -77,15 +77,15 @@ class Block:
 
     @property
     def fresh(self) -> Bool[Array, " T"]:
-        """bool [size]: rows that no block before has."""
+        """bool [size]: whether each row is in no earlier block."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32) >= self.own
 
     def take(self, arrays: T, axis: int = 1) -> T:
-        """Its rows of an array, or of each array of a pytree."""
+        """Return the block's rows of an array, or of each array of a pytree."""
         return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.size, axis=axis), arrays)
 
     def put(self, arrays: T, rows: T, axis: int = 1) -> T:
-        """The arrays with its rows replaced, in place under jit."""
+        """Return the arrays with the block's rows replaced by `rows`, in place under jit."""
 
         def put(array: Array, rows: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(array, rows, self.start, axis=axis)
@@ -93,5 +93,5 @@ class Block:
         return jax.tree.map(put, arrays, rows)
 
     def add(self, array: Array, rows: Array, axis: int = 1) -> Array:
-        """The array with `rows` added to its rows."""
+        """Return the array with `rows` added to the block's rows."""
         return self.put(array, self.take(array, axis) + rows, axis)

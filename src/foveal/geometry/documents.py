@@ -1,4 +1,4 @@
-"""Where each token's document begins."""
+"""The documents of a batch: where each token's document begins."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from foveal.typing import Array, Bool, Int, Int32, Size
 @checked_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """The documents of a batch of rows. A pytree: `document_start` is data, the other fields are static.
+    """The documents of a batch of rows, a pytree: `document_start` and `first_row` are data, the rest is static.
 
     Build one with `unpacked`, `from_segment_ids`, `from_cu_seqlens`, `from_lengths`, `continuing` or `pack_documents`.
-    The fields themselves go by name: segment ids are no `document_start`, though many would pass for one.
+    The constructor takes keywords only: segment ids are not a `document_start`, though many would pass for one.
 
     Attributes:
-        document_start: int32 [B, S], the row at which token t's document begins; t + 1 on padding rows, which makes
-            everything they could see empty and lets no window start there.
-        first_row: int32, a scalar or [B, 1]: these rows are rows [first_row, first_row + S) of a longer row, whose
-            numbers `document_start` keeps; a document may then have begun before them. None where row 0 is the first.
+        document_start: int32 [B, S], the row at which token t's document begins. Padding rows have t + 1: they see
+            nothing, and no window starts there.
+        first_row: int32, a scalar or [B, 1]: these are rows [first_row, first_row + S) of a longer row, in whose
+            numbering `document_start` is given. A document may then have begun before them. None if row 0 is the first.
         alignment: every document is known to start at a multiple of this: 1 if nothing is known, 0 if every document
-            starts at row 0. Static, because a backend that needs aligned documents must know while tracing.
+            starts at row 0. Static, because a backend that needs aligned documents must know it while tracing.
         padded: whether there may be padding rows. Static.
 
     Raises:
-        ValueError: a field of the wrong kind, or one given without its name; where `document_start` is concrete, one
-            that says of a row neither that a document starts there, nor that the row before's goes on, nor that it is
-            padding; or that breaks the promises of the static fields. Traced starts are taken at their word.
+        ValueError: a field of the wrong type, or a positional one. If `document_start` is concrete, also a row that
+            neither starts a document, nor continues that of the row before, nor is padding; or starts that contradict
+            the static fields. Traced starts are not checked.
     """
 
-    __no_type_check__ = True  # __post_init__ takes other integers and NumPy's arrays too, and its errors say more
+    __no_type_check__ = True  # __post_init__ also takes other integers and NumPy arrays; its errors say more
 
     document_start: Int32[Array, "B S"]
     first_row: Int32[Array, "..."] | None = None
@@ -46,16 +46,16 @@ class Documents:
     padded: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __new__(cls, *unnamed: object, **_: object) -> Documents:
-        """Refuses fields without a name."""
+        """Refuse positional fields."""
         if unnamed:
             raise ValueError(
-                f"document_start: expected by its name, got {described(unnamed[0])} without; "
+                f"document_start: expected a keyword argument, got {described(unnamed[0])} by position; "
                 "segment ids go to Documents.from_segment_ids"
             )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Checks every field; makes the arrays int32 and the static fields plain `int` and `bool`."""
+        """Check every field; make the arrays int32 and the static fields plain `int` and `bool`."""
         alignment, padded = as_int("alignment", self.alignment, 0), as_bool("padded", self.padded)
         starts, first = self.document_start, self.first_row
         concrete, concrete_first = None, np.zeros((), np.int32)
@@ -78,13 +78,13 @@ class Documents:
     def _made(
         cls, starts: Array, first_row: Array | None = None, *, alignment: int = 1, padded: bool = True
     ) -> Documents:
-        """From starts that keep the law because of how they were made."""
+        """Build from starts that are valid by construction, without checks."""
         made, checked = object.__new__(cls), {"_is_checked": True}
         made.__dict__.update(document_start=starts, first_row=first_row, alignment=alignment, padded=padded, **checked)
         return made
 
     def checked(self) -> Documents:
-        """These documents, once looked at where that is possible: a pytree that JAX rebuilt may hold anything.
+        """Return these documents, checked as far as they are concrete: a pytree that JAX rebuilt may hold anything.
 
         Raises:
             ValueError: as the constructor.
@@ -100,12 +100,12 @@ class Documents:
                 )
             first = np.zeros((), np.int32) if first is None else on_host(first)
             _check_law(on_host(starts), first, self.alignment, padded=self.padded)
-            object.__setattr__(self, "_is_checked", True)  # the object's, not a field: a pytree made of it has it not
+            object.__setattr__(self, "_is_checked", True)  # not a field: pytrees rebuilt from this object lack it
         return self
 
     @classmethod
     def unpacked(cls, batch: Size, length: Size) -> Documents:
-        """Every row is one document that starts at row 0 and fills it.
+        """One document per row, which starts at row 0 and fills the row.
 
         Raises:
             ValueError: `batch` or `length` is not an int >= 0, or a symbolic dimension.
@@ -114,7 +114,7 @@ class Documents:
 
     @classmethod
     def whole(cls, batch: Size, length: Size) -> Documents:
-        """`unpacked`, for sizes that were checked."""
+        """`unpacked` for checked sizes."""
         return cls._made(jnp.zeros((batch, length), jnp.int32), alignment=0, padded=False)
 
     @classmethod
@@ -122,10 +122,10 @@ class Documents:
     def from_segment_ids(
         cls, segment_ids: Int[Array, "B S"] | np.ndarray | Sequence[Sequence[int]], *, alignment: int = 1
     ) -> Documents:
-        """Documents are the maximal runs of one nonzero id; id 0 is padding, wherever it stands.
+        """Documents from segment ids: the maximal runs of one nonzero id; id 0 is padding anywhere in a row.
 
         Args:
-            segment_ids: integers [B, S], not negative. Traced ids are fine; their values are then not checked.
+            segment_ids: integers [B, S], not negative. May be traced; their values are then not checked.
             alignment: the caller's promise that every document starts at a multiple of it (0: at row 0).
 
         Raises:
@@ -133,7 +133,7 @@ class Documents:
         """
         alignment = as_int("alignment", alignment, 0)
         narrow, concrete = as_integers("segment_ids", segment_ids, ndims=(2,))
-        # Traced ids are compared in their own width: narrowed, different ones could become equal, and one become 0.
+        # Traced ids are compared in their own width: narrowing could make different ids equal, or turn one into 0.
         ids = narrow if concrete is not None else jnp.asarray(segment_ids)
         require("segment_ids", concrete, lambda a: a >= 0, "no negative id (0 is padding)")
         if concrete is not None:
@@ -189,14 +189,14 @@ class Documents:
         *,
         alignment: int | None = None,
     ) -> Documents:
-        """Documents laid side by side from row 0 on, the rest padding.
+        """Documents from their lengths: side by side from row 0 on, the rest padding.
 
         Args:
-            lengths: integers, not negative, 0 for none: [B] for one right-padded document a row, or [B, N] for the
-                documents of each row from left to right. May be traced.
+            lengths: integers, not negative, 0 for no document: [B] for one right-padded document per row, or [B, N]
+                for the documents of each row from left to right. May be traced.
             length: S, the static number of rows.
-            alignment: the caller's promise, as in `from_segment_ids`. One document a row always starts at row 0,
-                so it defaults to 0 for [B] and to 1 for [B, N].
+            alignment: the caller's promise, as in `from_segment_ids`. One document per row always starts at row
+                0, so it defaults to 0 for [B] and to 1 for [B, N].
 
         Raises:
             ValueError: wrong rank or dtype; where the values are concrete, a negative length, or more than `length`
@@ -225,10 +225,10 @@ class Documents:
         counts: Int[Array, " B"] | np.ndarray | Sequence[int],
         size: int,
     ) -> Documents:
-        """One document a row that began before these rows: `size` rows hold its next tokens, right-padded.
+        """One document per row that began before these rows, which hold its next tokens, right-padded to `size`.
 
-        They are rows [lengths, lengths + size) of the document. Who sees what then depends on what stands before them:
-        only a `Visibility` with `history` and a number of slots tells, and `WindowLayout.continuing`.
+        They are rows [lengths, lengths + size) of the document. What they see depends on the rows before them, so they
+        need a `Visibility` with `history` and a number of slots, and a layout from `WindowLayout.continuing`.
 
         Args:
             lengths: integers [B], tokens that came before. May be traced.
@@ -236,8 +236,8 @@ class Documents:
             size: S, static.
 
         Raises:
-            ValueError: wrong shape or dtype; `size` not an int >= 0; of numbers that are not in a JAX array, which are
-                not fetched, a negative one or a count above `size`.
+            ValueError: wrong shape or dtype; `size` not an int >= 0; a negative number or a count above `size`, except
+                in JAX arrays, whose values are not fetched.
         """
         size = as_int("size", size, 0)
         lengths, before = as_lengths("lengths", lengths, None, fetch=False)
@@ -248,7 +248,7 @@ class Documents:
 
     @classmethod
     def made(cls, lengths: Array, counts: Array, size: int) -> Documents:
-        """`continuing`, for int32 lengths and counts that were checked."""
+        """`continuing` for checked int32 lengths and counts."""
         row, first = jnp.arange(size, dtype=jnp.int32)[None], lengths[:, None]
         return cls._made(jnp.where(row < counts[:, None], 0, first + row + 1), first, alignment=0)
 
@@ -260,26 +260,26 @@ class Documents:
 
     @property
     def continues(self) -> bool:
-        """Statically known: these rows are some of a longer row's, so that documents may have begun before them."""
+        """Whether these rows are part of a longer row, so that documents may have begun before them; static."""
         return self.first_row is not None
 
     @property
     def is_unpacked(self) -> bool:
-        """Statically known: every row is one document that fills it, so everything follows from the row number."""
+        """Whether every row is known to be one document that fills it, so all follows from the row number; static."""
         return self.alignment == 0 and not self.padded and self.first_row is None
 
     @property
     def positions(self) -> Int32[Array, "B S"]:
-        """int32 [B, S]: the token's position in its document; -1 on padding rows."""
+        """int32 [B, S]: each token's position in its document; -1 on padding rows."""
         return self._rows - self.document_start
 
     @property
     def is_padding(self) -> Bool[Array, "B S"]:
-        """bool [B, S]: rows that belong to no document."""
+        """bool [B, S]: whether each row belongs to no document."""
         return self.document_start > self._rows
 
     def is_aligned(self, multiple: int) -> bool:
-        """Statically known: every document starts at a multiple of `multiple`.
+        """Whether every document is known to start at a multiple of `multiple`; static.
 
         Raises:
             ValueError: `multiple` is not an int >= 1.
@@ -295,7 +295,7 @@ class Documents:
 
 
 def as_documents(name: str, value: object) -> Documents:
-    """Documents that keep the law, as far as can be seen, or a ValueError."""
+    """Return `value` as `Documents`, checked as far as they are concrete, or raise ValueError."""
     if not isinstance(value, Documents):
         raise ValueError(
             f"{name}: expected Documents, got {described(value)}; segment ids go to Documents.from_segment_ids"
@@ -304,7 +304,7 @@ def as_documents(name: str, value: object) -> Documents:
 
 
 def check_cu_seqlens(ends: np.ndarray | None, length: int) -> None:
-    """Raises ValueError unless the ends of documents, [..., N + 1], where they are concrete, fit `length` rows."""
+    """Raise ValueError if the ends of documents, [..., N + 1], are concrete and do not fit `length` rows."""
     if ends is not None:
         first = np.arange(ends.shape[-1]) == 0
         require("cu_seqlens", ends, lambda a: ~first | (a == 0), "0 as the first value")
@@ -313,7 +313,7 @@ def check_cu_seqlens(ends: np.ndarray | None, length: int) -> None:
 
 
 def _check_law(starts: np.ndarray | None, first: np.ndarray | None, alignment: int, *, padded: bool) -> None:
-    """Holds concrete starts [B, S] of the rows from `first` on against what `Documents` says of them."""
+    """Check concrete starts [B, S] of the rows from `first` on against the rules of `Documents`."""
     if starts is None or first is None or not starts.size:
         return
     row = first + np.arange(starts.shape[1])[None]
@@ -328,7 +328,7 @@ def _check_law(starts: np.ndarray | None, first: np.ndarray | None, alignment: i
 
 
 def _check_alignment(starts: np.ndarray, alignment: int) -> None:
-    """Holds the promise against the rows at which documents begin."""
+    """Check the promised alignment of the rows at which documents begin."""
     broken = starts[starts % alignment != 0] if alignment else starts[starts != 0]
     if broken.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Documents of any length in rows of one length: packing them, and taking them apart again."""
+"""Packing of documents of any length into rows of one length, and unpacking."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foveal.typing import Array, Int, Int32, Shaped
 
 
 class Placement(NamedTuple):
-    """Where a document went: rows [start, start + length) of batch row `row`."""
+    """The place of a document: rows [start, start + length) of batch row `row`."""
 
     row: int
     start: int
@@ -23,13 +23,13 @@ class Placement(NamedTuple):
 
 
 class PackedDocuments(NamedTuple):
-    """What `pack_documents` returns.
+    """The result of `pack_documents`.
 
     Attributes:
         values: [B, S, ...] in the documents' dtype, padded with `pad_value`.
         segment_ids: int32 [B, S]: 1, 2, ... within each row, 0 on padding.
         documents: the same as `Documents`, which also knows the alignment.
-        placements: one a document, in the order given.
+        placements: one per document, in the order given.
     """
 
     values: np.ndarray
@@ -41,7 +41,7 @@ class PackedDocuments(NamedTuple):
 def pack_documents(
     documents: Sequence[np.ndarray], row_length: int, *, align: int = 1, pad_value: float | int = 0
 ) -> PackedDocuments:
-    """Packs documents into as few rows as first fit finds, in order, each whole and in one row.
+    """Pack documents into rows by first fit, in the order given; no document is split.
 
     Args:
         documents: arrays [length, ...] of one dtype and equal trailing shape: tokens, or vectors per token. An empty
@@ -49,7 +49,7 @@ def pack_documents(
         row_length: S.
         align: every document starts at a multiple of it; the gaps are padding. A multiple of the compress ratio
             makes every window start at a multiple of it too, which some backends need.
-        pad_value: what padding rows hold in `values`.
+        pad_value: value of the padding rows in `values`.
 
     Raises:
         ValueError: no documents, differing dtypes or trailing shapes, `row_length` or `align` below 1, a document
@@ -85,7 +85,7 @@ def pack_documents(
 
 
 class PaddedRows(NamedTuple):
-    """One document a row, right-padded with zeros.
+    """One document per row, right-padded with zeros.
 
     Attributes:
         values: [N, T, ...].
@@ -103,19 +103,19 @@ def unpack(
     *,
     max_length: int | None = None,
 ) -> PaddedRows:
-    """Packed documents, one behind the other, as one row each: prompts for `CompressedAttention.prefill`.
+    """Unpack documents that lie end to end into one row each, as prompts for `CompressedAttention.prefill`.
 
     Args:
         x: [S, ...], a value or vector per token.
         cu_seqlens: integers [N + 1], cumulative lengths: 0 first, then the end of each document. Equal values are
             empty documents. May be traced.
         max_length: T, the static length of the rows; by default that of the longest document, if `cu_seqlens` is
-            concrete. Where it is traced, a document ends with x, and its row holds as much of it as fits.
+            concrete. If it is traced, documents are cut off at the end of x and after `max_length` tokens.
 
     Raises:
-        ValueError: wrong rank or dtype; `max_length` missing where `cu_seqlens` is traced, or below 0; where it is
-            concrete, a first value that is not 0, a decreasing one, an end beyond x, a document longer than
-            `max_length`.
+        ValueError: wrong rank or dtype; `max_length` missing where `cu_seqlens` is traced, or below 0; if
+            `cu_seqlens` is concrete, a first value that is not 0, a decreasing one, an end beyond x, a document
+            longer than `max_length`.
     """
     rows = as_array("x", x, "S *", kind="values")
     max_length = None if max_length is None else as_int("max_length", max_length, 0)
@@ -139,14 +139,14 @@ def unpack(
 def left_aligned(
     x: Shaped[Array, "B S *F"] | np.ndarray, lengths: Int[Array, " B"] | np.ndarray | Sequence[int]
 ) -> PaddedRows:
-    """Left-padded rows with their padding moved to the right, where `CompressedAttention.prefill` wants it.
+    """Move the padding of left-padded rows to the right, where `CompressedAttention.prefill` expects it.
 
     Args:
-        x: [B, S, ...], whose last `lengths[b]` positions are row b's.
-        lengths: integers [B]. May be traced: then S at most, and no less than 0.
+        x: [B, S, ...]; the last `lengths[b]` positions of row b are its document.
+        lengths: integers [B]. May be traced; they are then clipped to [0, S].
 
     Raises:
-        ValueError: wrong rank, shape or dtype; where lengths are concrete, one below 0 or above S.
+        ValueError: wrong rank, shape or dtype; if lengths are concrete, one below 0 or above S.
     """
     padded = as_array("x", x, "B S *", kind="values")
     batch, size = padded.shape[:2]
@@ -158,7 +158,7 @@ def left_aligned(
 
 
 def _rows_from(flat: Array, first: Array, lengths: Array, size: int) -> PaddedRows:
-    """Rows [first, first + length) of each document, `size` of them, zeros beyond."""
+    """Rows [first, first + length) of each document, followed by zeros up to `size` rows."""
     place = jnp.arange(size, dtype=jnp.int32)[None]
     present = place < lengths[:, None]
     if not flat.shape[0]:

@@ -1,4 +1,4 @@
-"""Dataclasses that check what users give them, and that JAX takes apart and rebuilds without being checked."""
+"""Dataclasses that check their fields when a user builds them, but not when JAX rebuilds them as pytrees."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ T = TypeVar("T")
 
 
 def checked_pytree(cls: type[T]) -> type[T]:
-    """Registers a dataclass as a pytree: fields are data, or static where their metadata says so.
+    """Register a dataclass as a pytree: fields are data, or static where their metadata says so.
 
-    As `jax.tree_util.register_dataclass`, but JAX rebuilds it without its `__init__`. Tree transformations put anything
-    in the place of data, tracers, placeholders, arrays with other axes, while `__post_init__` may insist on what a user
-    must give.
+    Like `jax.tree_util.register_dataclass`, but JAX rebuilds it without its `__init__`. Tree transformations may
+    replace data by anything (tracers, placeholders, arrays with other axes), which the checks for users would refuse.
     """
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  (a dataclass: its decorator stands below)
     static = tuple(field.name for field in fields if field.metadata.get("static"))

@@ -1,4 +1,4 @@
-"""Who sees what: two contiguous ranges per query."""
+"""Who sees what: two contiguous ranges per query, one of raw keys and one of entry slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foveal.typing import Array, Bool, Int, Int32, narrowed
 
 
 class TileRanges(NamedTuple):
-    """What a tile of queries sees: half-open ranges, int32 [B, T] each, or [1, T] if the same in every batch row."""
+    """Half-open ranges that a tile of queries sees: int32 [B, T] each, or [1, T] if equal in every batch row."""
 
     window_first: Int32[Array, "B T"]
     window_end: Int32[Array, "B T"]
@@ -25,7 +25,7 @@ class TileRanges(NamedTuple):
 
     @property
     def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-        """First slot and one past the last that any query of the tile sees; the same twice where none sees any."""
+        """First slot and one past the last that any query of the tile sees; equal if there is none."""
         some = self.entry_first < self.entry_end
         end = jnp.where(some, self.entry_end, 0).max()
         return jnp.where(some, self.entry_first, end).min(), end
@@ -48,25 +48,25 @@ T = TypeVar("T", int, np.ndarray, jax.Array)
 
 
 def window_first(row: T, sliding_window: int) -> T:
-    """First row that the window of the query at `row` reaches, below 0 at the start. The last is `row` itself."""
+    """First row of the sliding window of the query at `row`, negative near row 0. The last is `row` itself."""
     return row - (sliding_window - 1)
 
 
 def max_history(sliding_window: int) -> int:
-    """How many raw keys before its own row a query may see."""
+    """Largest number of raw keys before its own row that a query may see."""
     return -window_first(0, sliding_window)
 
 
 def complete_windows(position: T, compress_ratio: int) -> T:
-    """How many entries of its own document a token at `position` sees: one for each window that it or earlier ends."""
+    """Number of entries of its own document that a token at `position` sees: one per window that ends by then."""
     return (position + 1) // compress_ratio
 
 
 class EntryRange(NamedTuple):
-    """Which slots queries see, and how many slots there are. Static; made by `of_rows` and `all`.
+    """The slots that queries see, and the number of slots. Static; build it with `of_rows` or `all`.
 
     Attributes:
-        compress_ratio: m: a query sees the entries of its own document's complete windows; 0: every query sees all.
+        compress_ratio: m: a query sees the entries of its own document's complete windows; 0: it sees all slots.
         slots: C; None for S // m, the slots that S rows can fill.
     """
 
@@ -75,11 +75,11 @@ class EntryRange(NamedTuple):
 
     @classmethod
     def of_rows(cls, compress_ratio: int, slots: int | None = None) -> EntryRange:
-        """The entries of the query's document's windows that end at or before it.
+        """Entries of those windows of the query's document that end at or before the query.
 
         Args:
             compress_ratio: m.
-            slots: C, where the entries are those of a longer row: one that these rows continue.
+            slots: C, if the entries are those of a longer row that these rows continue.
 
         Raises:
             ValueError: `compress_ratio` below 1 or `slots` below 0.
@@ -89,7 +89,7 @@ class EntryRange(NamedTuple):
 
     @classmethod
     def all(cls, slots: int) -> EntryRange:
-        """Every one of `slots` entries, for every query: indices say which ones it uses.
+        """All `slots` entries, for every query; indices say which ones it uses.
 
         Raises:
             ValueError: `slots` below 0.
@@ -97,9 +97,9 @@ class EntryRange(NamedTuple):
         return cls(0, as_int("slots", slots, 0))
 
     def bounds(self, start: Array, row: Array) -> tuple[Array, Array]:
-        """First slot seen and one past the last by the query at `row` of the document that begins at `start`.
+        """First slot and one past the last that the query at `row` sees, in a document that begins at `start`.
 
-        [0, 0) on padding, whose `start` is beyond `row`.
+        Padding, whose `start` is beyond `row`, sees [0, 0).
         """
         if not self.compress_ratio:
             return jnp.zeros_like(start), jnp.where(start > row, 0, self.slots or 0)
@@ -110,38 +110,38 @@ class EntryRange(NamedTuple):
 @checked_pytree
 @dataclasses.dataclass(frozen=True, init=False)
 class Visibility:
-    """What each query may look at: a range of raw rows and a range of entry slots.
+    """The keys that each query sees: a range of raw rows and a range of entry slots.
 
     With d = document_start[t] and p = t - d, the query at row t sees
 
-    * rows [max(d, t - W + 1), t], the sliding window: W keys with itself;
+    * rows [max(d, t - W + 1), t], the sliding window: W keys, itself included;
     * slots [d // m, d // m + (p + 1) // m), the entries of its document's windows that end at or before t.
 
     A padding row has d = t + 1, so both ranges are empty. (DeepSeek-V4 technical report, arXiv 2606.19348, sections on
     causality and packed sequences; the entry that a window's last token completes is visible to that token.)
 
-    Where these rows are some of a longer row's (`Documents.first_row`), the same holds in the longer row's numbers: the
-    raw keys have `history` rows before the first query's own, and the entries are those of the longer row.
+    If these rows are part of a longer row (`Documents.first_row`), the same holds in the longer row's numbering: the
+    raw keys begin `history` rows before the first query's own, and the entries are those of the longer row.
 
     Args:
         documents: where the documents begin.
         sliding_window: W >= 1.
         compress_ratio: m >= 1, or 0 where the layer has no entries: short for `EntryRange.of_rows(m)`.
-        entries: an `EntryRange`, in the place of `compress_ratio`.
+        entries: an `EntryRange`, instead of `compress_ratio`.
         history: raw keys before the first query's own.
 
     Attributes:
         documents: where the documents begin.
         sliding_window: W.
-        entries: which slots queries see; None without entries.
+        entries: the slots that queries see; None without entries.
         history: raw keys before the first query's own.
 
     Raises:
-        ValueError: `documents` that are none; `sliding_window` below 1, `compress_ratio` or `history` below 0; rows of
-            a longer row without the history and the number of slots that they need.
+        ValueError: `documents` that are not `Documents`; `sliding_window` below 1, `compress_ratio` or `history` below
+            0; rows of a longer row without the history and the number of slots that they need.
     """
 
-    __no_type_check__ = True  # __init__ takes other integers too, and its errors say more
+    __no_type_check__ = True  # __init__ also takes other integers, and its errors say more
 
     documents: Documents
     sliding_window: int = dataclasses.field(metadata={"static": True})
@@ -178,12 +178,12 @@ class Visibility:
                     f"got {history}"
                 )
             if entries is not None and entries.slots is None:
-                raise ValueError("entries: expected the number of slots of documents that continue, got None")
+                raise ValueError("entries: expected a number of slots for documents that continue, got slots=None")
         self.__dict__.update(documents=documents, sliding_window=window, entries=entries, history=history)
 
     @classmethod
     def made(cls, documents: Documents, sliding_window: int, entries: EntryRange | None, history: int) -> Visibility:
-        """From parts that were checked where they were made."""
+        """Build from checked parts, without checks."""
         made = object.__new__(cls)
         made.__dict__.update(documents=documents, sliding_window=sliding_window, entries=entries, history=history)
         return made
@@ -199,7 +199,7 @@ class Visibility:
 
     @property
     def compress_ratio(self) -> int:
-        """m; 0 where the layer has no entries, or every query sees all."""
+        """m; 0 if the layer has no entries, or every query sees all of them."""
         return 0 if self.entries is None else self.entries.compress_ratio
 
     @property
@@ -211,17 +211,17 @@ class Visibility:
 
     @property
     def raw_keys(self) -> int:
-        """N, the number of raw keys: one a row, after those of the history."""
+        """N, the number of raw keys: one per row, after those of the history."""
         return self.history + self.documents.shape[1]
 
     @property
     def continues(self) -> bool:
-        """Statically known: keys are not all of these rows."""
+        """Whether some keys, raw or entries, may come from other rows than these; static."""
         own_entries = self.entries is None or self.entries.slots is None
         return self.documents.continues or self.history > 0 or not own_entries
 
     def with_entries(self, entries: EntryRange) -> Visibility:
-        """The same rows and raw keys, with other entries."""
+        """Return the same rows and raw keys with other entries."""
         return Visibility.made(self.documents, self.sliding_window, entries, self.history)
 
     @property
@@ -231,12 +231,12 @@ class Visibility:
 
     @property
     def window_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
-        """int32 [B, S] twice: first raw key seen and one past the last, of `raw_keys`."""
+        """First raw key seen and one past the last, of `raw_keys`: int32 [B, S] each."""
         return self.ranges[:2]
 
     @property
     def entry_range(self) -> tuple[Int32[Array, "B S"], Int32[Array, "B S"]]:
-        """int32 [B, S] twice: first slot seen and one past the last."""
+        """First slot seen and one past the last: int32 [B, S] each."""
         return self.ranges[2:]
 
     def tile(self, row: int | Int32[Array, ""], size: int) -> TileRanges:
@@ -247,8 +247,8 @@ class Visibility:
             size: queries, static.
 
         Returns:
-            int32 [B, size] each, or [1, size] where every row is known to be one document: then they follow from the
-            row numbers, and no data is read.
+            int32 [B, size] each, or [1, size] if every row is known to be one document: they then follow from the row
+            numbers, and no data is read.
         """
         if self.documents.is_unpacked:
             start = jnp.zeros((1, size), jnp.int32)
@@ -268,13 +268,13 @@ class Visibility:
 
     @property
     def window_counts(self) -> Int32[Array, "B S"]:
-        """int32 [B, S]: raw keys each query sees."""
+        """int32 [B, S]: number of raw keys that each query sees."""
         first, end = self.window_range
         return end - first
 
     @property
     def entry_counts(self) -> Int32[Array, "B S"]:
-        """int32 [B, S]: entries each query sees, before any selection."""
+        """int32 [B, S]: number of entries that each query sees, before any selection."""
         first, end = self.entry_range
         return end - first
 
@@ -283,8 +283,8 @@ class Visibility:
         """int32 [B, C]: `document_start` of the document whose windows own the slot; -1 for padding.
 
         Raises:
-            ValueError: documents that are not known to start at multiples of m. There a slot's window may begin
-                anywhere in its m rows; `WindowLayout` knows where.
+            ValueError: documents with `first_row`, or not known to start at multiples of m. In the latter a slot's
+                window may begin anywhere in its m rows; `WindowLayout` says where.
         """
         start = jnp.where(self.documents.is_padding, -1, self.documents.document_start)
         if not self.compress_ratio:
@@ -302,7 +302,7 @@ class Visibility:
         return _in_range(self.window_range, self.raw_keys)
 
     def entry_mask(self, indices: Int32[Array, "B S K"] | None = None) -> Bool[Array, "B S C"]:
-        """bool [B, S, C], True where query (row) sees entry (column) and, given indices, has selected it.
+        """bool [B, S, C], True where query (row) sees entry (column) and, if indices are given, has selected it.
 
         Quadratic: for tests, pictures, `dense`.
         """
@@ -319,10 +319,10 @@ class Visibility:
         return (slots >= first[:, :, None]) & (slots < end[:, :, None])
 
     def seen_slots(self, slots: Int[Array, "B S K"]) -> Int32[Array, "B S K"]:
-        """int32 [B, S, K]: each slot that the query sees once, -1 in all other places, in no certain order.
+        """int32 [B, S, K]: the distinct slots that each query sees, in unspecified order, and -1 elsewhere.
 
-        The rule of every op that takes indices: -1, slots out of range and slots that the query does not see are
-        ignored, and a duplicate counts once.
+        This is the rule of every op that takes indices: -1, slots out of range and slots that the query does not see
+        are ignored, and a duplicate counts once.
         """
         none = self.slots
         slots = narrowed(slots, -1, none)
@@ -334,24 +334,24 @@ class Visibility:
 
 
 def membership(indices: Int32[Array, "B T K"], slots: int) -> Bool[Array, "B T C"]:
-    """bool [B, T, slots]: which slots stand in the indices [B, T, K]; those that are no slot are none.
+    """bool [B, T, slots]: whether each slot is among the indices [B, T, K]; indices out of range are ignored.
 
-    Mapped over batch and queries, not indexed by them: a sharded batch then stays where it is.
+    This maps over batch and queries instead of indexing by them, which leaves a sharded batch in place.
     """
-    target = jnp.where((indices < 0) | (indices >= slots), slots, indices)  # one more column collects what is none
+    target = jnp.where((indices < 0) | (indices >= slots), slots, indices)  # an extra column collects invalid ones
     return jax.vmap(jax.vmap(lambda t: jnp.zeros(slots + 1, bool).at[t].set(True)))(target)[..., :slots]
 
 
 def as_visibility(value: object) -> Visibility:
-    """A visibility whose documents keep the law, as far as can be seen, or a ValueError."""
+    """Return `value` as a `Visibility`, its documents checked as far as they are concrete, or raise ValueError."""
     if not isinstance(value, Visibility):
-        raise ValueError(f"visibility: expected a Visibility, got {described(value)}; it is no mask")
+        raise ValueError(f"visibility: expected a Visibility, got {described(value)}; masks are not supported")
     as_documents("visibility.documents", value.documents)
     return value
 
 
 def _in_range(bounds: tuple[Array, Array], size: int, start: int | Array = 0) -> Array:
-    """bool [B, T, size]: which of [start, start + size) lie in each query's half-open range."""
+    """bool [B, T, size]: whether each of [start, start + size) lies in each query's half-open range."""
     first, end = bounds
     index = start + jnp.arange(size, dtype=jnp.int32)[None, None]
     return (index >= first[..., None]) & (index < end[..., None])

@@ -1,4 +1,4 @@
-"""Which rows form which entry."""
+"""The windows of rows that form the entries."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class WindowLayout:
     """The windows of m tokens that a compressor turns into entries, by slot. Build it with `of`.
 
     A document's windows start at its first token, and only complete ones count (DeepSeek-V4 technical report, arXiv
-    2606.19348: every packed sequence is compressed independently). The window that starts at row s owns slot s // m;
-    of rows that continue a document (`continuing`) the windows they complete stand in order instead.
+    2606.19348: every packed sequence is compressed independently). The window that starts at row s owns slot s // m.
+    If rows continue a document (`continuing`), the slots are instead the windows that they complete, in order.
 
     Attributes:
-        start: int32 [B, C], first row of the slot's window; anything in range where not `valid`.
-        valid: bool [B, C], the slot holds a complete window of one document.
-        positions: int32 [B, C], position in its document of the window's first token, a multiple of m; 0 where not
-            `valid`. This is the position that RoPE gives the entry.
-        rows: S, how many rows there are. Static.
+        start: int32 [B, C], first row of the slot's window; any row where not `valid`.
+        valid: bool [B, C], whether the slot holds a complete window of one document.
+        positions: int32 [B, C], position of the window's first token in its document, a multiple of m; 0 where not
+            `valid`. It is the entry's position for RoPE.
+        rows: S, the number of rows. Static.
         ratio: m, tokens per window. Static.
-        contiguous: slot c's window is known to be rows [c m, c m + m), so that windows are a reshape. Static.
-        complete: every slot is known to be `valid`. Static.
+        contiguous: whether slot c's window is known to be rows [c m, c m + m): gathering is then a reshape. Static.
+        complete: whether every slot is known to be `valid`. Static.
     """
 
-    __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
+    __no_type_check__ = True  # JAX also builds pytrees of placeholders, to which annotations do not apply
 
     start: Int32[Array, "B C"]
     valid: Bool[Array, "B C"]
@@ -48,10 +48,10 @@ class WindowLayout:
     @classmethod
     @any_mesh(like="documents", dims=1)
     def of(cls, documents: Documents, ratio: int) -> WindowLayout:
-        """The windows of `ratio` tokens of `documents`; C = S // ratio slots, none for a row shorter than a window.
+        """Windows of `ratio` tokens in `documents`: C = S // ratio slots, none for rows shorter than a window.
 
         Raises:
-            ValueError: `ratio` below 1, documents that are none, or rows of a longer row.
+            ValueError: `ratio` below 1, `documents` that are not `Documents`, or that have a `first_row`.
         """
         ratio = as_int("ratio", ratio, 1)
         documents = as_documents("documents", documents)
@@ -62,11 +62,11 @@ class WindowLayout:
 
     @classmethod
     def made(cls, documents: Documents, ratio: int) -> WindowLayout:
-        """`of`, for documents that were checked where they were made.
+        """`of` for checked documents.
 
-        The window of slot c starts in [c m, c m + m - 1], so it always contains row c m + m - 1: the document of that
-        one row says which window the slot holds, and no search or scatter is needed. Two complete windows never share
-        a slot, since their starts are at least m rows apart.
+        The window of slot c starts in [c m, c m + m - 1], so it always contains row c m + m - 1. The document of that
+        row determines the slot's window, without any search or scatter. Two complete windows never share a slot,
+        since their starts are at least m rows apart.
         """
         begins, length = documents.document_start, documents.shape[1]
         slots = length // ratio
@@ -97,11 +97,11 @@ class WindowLayout:
         *,
         history: int,
     ) -> WindowLayout:
-        """The windows that the next `size` rows of one document a row complete: the open one and what follows.
+        """Windows that the next `size` rows complete, of one document per row: the open window and those after it.
 
-        A window may begin before the new rows, so the last `history` rows stand before them: row `history` is the
-        first new one. The j-th layout slot is the open window's (j = 0) or the j-th after it; `entry_slots` says where
-        among all the document's its entry belongs.
+        A window may begin before the new rows, so the last `history` rows come before them: row `history` is the first
+        new one. Layout slot 0 is the open window, slot j the j-th window after it; `entry_slots` maps them to the slots
+        of the whole document.
 
         Args:
             lengths: integers [B], tokens that came before. May be traced.
@@ -120,7 +120,7 @@ class WindowLayout:
 
     @classmethod
     def completed(cls, lengths: Array, counts: Array, size: int, ratio: int, history: int) -> WindowLayout:
-        """`continuing`, for arguments that were checked."""
+        """`continuing` for checked arguments."""
         window = (lengths // ratio)[:, None] + jnp.arange(-(-size // ratio), dtype=jnp.int32)[None]
         position = window * ratio
         valid = position + ratio <= (lengths + counts)[:, None]
@@ -135,9 +135,9 @@ class WindowLayout:
         )
 
     def entry_slots(self, capacity: int) -> Int32[Array, "B C"]:
-        """Of a `continuing` layout: the slot, of all the document's `capacity`, into which each window's entry goes.
+        """Slot, among the document's `capacity`, of each window's entry. For layouts made by `continuing`.
 
-        Past the end, and no two alike, where not `valid`.
+        Where not `valid`, slots are past the end and distinct.
 
         Raises:
             ValueError: `capacity` is not an int >= 0.
@@ -145,26 +145,26 @@ class WindowLayout:
         return self.slots_of(as_int("capacity", capacity, 0))
 
     def slots_of(self, capacity: int) -> Array:
-        """`entry_slots`, for a capacity that was checked."""
+        """`entry_slots` for a checked capacity."""
         nowhere = capacity + jnp.arange(self.slots, dtype=jnp.int32)[None]
         return jnp.where(self.valid, self.positions // self.ratio, nowhere)
 
     @property
     def slots(self) -> int:
-        """C."""
+        """C, the number of slots."""
         return self.start.shape[1]
 
     @property
     def has_previous(self) -> Bool[Array, "B C"]:
-        """bool [B, C]: the window is valid and not its document's first, so the m rows before it are a window too."""
+        """bool [B, C]: whether the window is valid and not its document's first, so that one comes before it."""
         return self.valid & (self.positions > 0)
 
     @any_mesh(like="rows", dims=1)
     def at_start(self, rows: Shaped[Array, "B S F"]) -> Shaped[Array, "B C F"]:
-        """The row that each slot's window starts at, [B, S, F] -> [B, C, F]; any row where a slot has no window.
+        """Gather the first row of each slot's window, [B, S, F] -> [B, C, F]; any row where a slot has no window.
 
         Raises:
-            ValueError: `rows` is not an array of as many rows as the layout has.
+            ValueError: `rows` is not an array [B, S, F] with the layout's B and S.
         """
         rows = self._as_rows(rows)
         if self.contiguous:
@@ -174,21 +174,21 @@ class WindowLayout:
 
     @any_mesh(like="rows", dims=1)
     def gather(self, rows: Shaped[Array, "B S F"], *, shift: int = 0) -> Shaped[Array, "B C m F"]:
-        """The rows of each slot's window, [B, S, F] -> [B, C, m, F].
+        """Gather the rows of each slot's window, [B, S, F] -> [B, C, m, F].
 
         Args:
-            rows: one vector a row.
+            rows: one vector per row.
             shift: 0 for each slot's own window, -1 for the window before it.
 
         Slots without such a window get arbitrary rows of the input: mask them by `valid` or `has_previous`.
 
         Raises:
-            ValueError: `rows` is not an array of as many rows as the layout has.
+            ValueError: `rows` is not an array [B, S, F] with the layout's B and S.
         """
         return self.gather_all(self._as_rows(rows), shift=shift)[0]
 
     def gather_all(self, *arrays: Array, shift: int = 0) -> list[Array]:
-        """`gather` of several arrays, for rows that were checked."""
+        """`gather` for several checked arrays."""
         if self.contiguous:
             windows = [self._windows(rows[:, : self.slots * self.ratio]) for rows in arrays]
             return [jnp.roll(rows, -shift, axis=1) for rows in windows] if shift else windows
@@ -205,12 +205,12 @@ class WindowLayout:
 
 
 def as_layout(value: object) -> WindowLayout:
-    """A window layout, or a ValueError."""
+    """Return `value` as a `WindowLayout`, or raise ValueError."""
     if not isinstance(value, WindowLayout):
         raise ValueError(f"layout: expected a WindowLayout, got {described(value)}")
     return value
 
 
 def window_halo(ratio: int, *, overlap: bool) -> int:
-    """Earlier rows that a window still open may need: its own and, overlapped, those of the window before it."""
+    """Number of earlier rows that an open window may need: its own and, if overlapped, those of the one before."""
     return (2 * ratio if overlap else ratio) - 1

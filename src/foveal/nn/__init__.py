@@ -1,4 +1,4 @@
-"""Flax NNX modules: parameters and wiring only, named as transformers names them."""
+"""Flax NNX modules: parameters and wiring only, with transformers' names."""
 
 from foveal.nn.activations import ACTIVATION_NAMES
 from foveal.nn.attention import CompressedAttention

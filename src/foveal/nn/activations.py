@@ -9,11 +9,11 @@ from foveal.ops.rope import RopeTable
 from foveal.typing import Array
 
 ACTIVATION_NAMES = ("q_residual", "q", "kv", "entries", "index_keys", "indices", "attention")
-"""The `checkpoint_name`s of a layer's activations, for `jax.checkpoint` policies, in order of computation."""
+"""The `checkpoint_name`s of a layer's activations, in order of computation, for `jax.checkpoint` policies."""
 
 
 class Scored(NamedTuple):
-    """Inputs of the index scores: queries [B, S, I, J], heads' weights [B, S, I], index keys [B, C, J]."""
+    """Inputs of the index scores: queries [B, S, I, J], head weights [B, S, I], index keys [B, C, J]."""
 
     q: Array
     weights: Array
@@ -26,10 +26,10 @@ class Activations(NamedTuple):
     Attributes:
         q: queries, [B, S, H, D].
         kv: raw keys, [B, N, D].
-        entries: [B, C, D]; C = 0 in a layer without.
-        scored: None where no indexer is asked.
-        indices: the selected slots, int32 [B, S, K]; None where all that are visible are attended to.
-        visibility: who sees what.
+        entries: compressed keys by slot, [B, C, D]; C = 0 in a layer without entries.
+        scored: inputs of the index scores; None where no indexer runs.
+        indices: selected slots, int32 [B, S, K]; None where every visible entry is attended to.
+        visibility: the raw keys and entries that each query sees.
         table: RoPE at the queries' positions.
     """
 

@@ -36,22 +36,22 @@ from foveal.typing import Array, DTypeLike, Float, Int, Precision, Size
 class CompressedAttention(nnx.Module):
     """DeepSeek-V4's attention: the last tokens raw, everything older compressed (arXiv 2606.19348, section 2.3).
 
-    The three layer types differ in their compressor (none; overlapped with an indexer; plain) and in their RoPE
-    table, and in nothing else. Parameters do not depend on the length; a row too short for a window has no entries.
+    The three layer types differ only in their compressor (none; overlapped, with an indexer; plain) and their RoPE
+    table. Parameters do not depend on the sequence length; a row shorter than a window has no entries.
 
-    Hidden states whose projections are so large that a norm's squares overflow float32, from about 1e18 on, make their
-    token NaN, and what sees it; transformers' norm gives zeros there. Whatever is smaller comes out right.
+    A token whose projections are so large that their squares overflow float32 in a norm, from about 1e18 on, gives NaN
+    and so does every token that sees it; transformers' norm gives zeros there. Smaller values come out right.
 
     Logical axes of the parameters: embed, q_lora, heads, kv, window, norm, index_heads, o_groups, group_heads, o_lora.
 
     Args:
         config: sizes, ratios, RoPE.
-        layer_index: which of `config.layer_types` this layer is; or
-        layer_type: the type itself: a `LayerType`, or "sliding", "csa" or "hca". Exactly one of the two.
-        dtype: of activations and matmul operands. Norms, RoPE, pooling, softmax and sums are float32 in any case.
-        param_dtype: of the kernels. Sinks, position biases and norm scales are float32 in any case.
+        layer_index: index of this layer in `config.layer_types`.
+        layer_type: the type itself, in place of `layer_index`: a `LayerType`, or "sliding", "csa" or "hca".
+        dtype: of activations and matmul operands. Norms, RoPE, pooling, softmax and sums are float32 or wider.
+        param_dtype: of the kernels. Sinks, position biases and norm scales are always float32.
         precision: of the matmuls, as in `jax.lax.dot_general`.
-        rngs: Flax random streams; `params` is used.
+        rngs: Flax random streams, of which `params` is used.
 
     Raises:
         ValueError: not exactly one of `layer_index` and `layer_type`, or one that the config does not have; a dtype
@@ -133,19 +133,19 @@ class CompressedAttention(nnx.Module):
         return_indexer_loss: bool = False,
         implementation: str | Backend | None = None,
     ) -> Float[Array, "B S E"] | tuple[Float[Array, "B S E"], IndexerLoss]:
-        """Attention of hidden states to themselves.
+        """Self-attention over whole rows of hidden states.
 
         Args:
             x: hidden states, [B, S, E].
             segment_ids: integers [B, S], for packed rows: a document is a maximal run of one nonzero id, 0 is
-                padding. Each document comes out as if it were alone; padding rows come out zero, whatever they hold.
+                padding. Each document gives what it would give alone; padding rows give zeros, whatever they hold.
             documents: the same, prepared once for all layers (`Documents`); not together with `segment_ids`.
                 Without either, each row is one document.
             select: "top_k" lets a CSA layer attend to the entries its indexer picks, "all" to every visible one (the
-                indexer's warm-up). Without effect on other layer types.
-            return_indexer_loss: also return what a CSA layer's indexer learns from, over the entries that `select`
-                names: its parameters have no other gradient, and no others have one of this. Zero in other layers, so
-                that all can be summed.
+                indexer's warm-up). No effect on other layer types.
+            return_indexer_loss: also return the loss of a CSA layer's indexer, over the entries that `select` names.
+                The indexer's parameters get gradients from this loss only, and no others get any from it. Zero in
+                other layers, so that a model's losses can be summed.
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:
@@ -185,21 +185,22 @@ class CompressedAttention(nnx.Module):
         documents: Documents | None = None,
         implementation: str | Backend | None = None,
     ) -> IndexerRecall:
-        """How many of the entries that attention to all of them weighs most a CSA layer's indexer selects.
+        """Recall of the indexer: the share of the K highest-weight entries that it selects.
 
-        A measurement of an indexer in training, to be taken now and then: it takes several forward passes' time.
+        The weights are those of attention to all visible entries. To be measured now and then during training: it
+        takes as long as several forward passes.
 
         Args:
             x: hidden states, [B, S, E].
-            segment_ids: as in a call.
-            documents: as in a call.
+            segment_ids: as in `__call__`.
+            documents: as in `__call__`.
             implementation: of core attention.
 
         Returns:
-            Sums over queries; both zero in other layers, so that all can be added.
+            Sums over queries; both are zero in other layers, so that a model's sums can be added.
 
         Raises:
-            ValueError: as a call does.
+            ValueError: as `__call__`.
             NotImplementedError: the implementation cannot do this.
         """
         as_hidden_states(x, self.config.hidden_size)
@@ -219,12 +220,12 @@ class CompressedAttention(nnx.Module):
         )
 
     def init_cache(self, batch: Size, capacity: int, *, max_rollback: int = 0) -> AttentionCache:
-        """An empty cache for this layer, to be given to `prefill` and `decode`.
+        """Create an empty cache for this layer's `prefill` and `decode`.
 
         Args:
             batch: B; may be a symbolic dimension of `jax.export`.
-            capacity: tokens that a row can hold, prompt included.
-            max_rollback: how many tokens `AttentionCache.rollback` must be able to take back at once.
+            capacity: maximum number of tokens per row, prompt included.
+            max_rollback: number of tokens that `AttentionCache.rollback` must be able to take back at once.
 
         Raises:
             ValueError: a number below 0.
@@ -247,20 +248,20 @@ class CompressedAttention(nnx.Module):
         *,
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
-        """Attention of the next tokens of every row to themselves and to all that the cache holds.
+        """Attend from the next tokens of every row to themselves and to everything in the cache.
 
-        A prompt may come in any number of chunks of any lengths, and tokens be decoded in between: outputs are those
-        of one call on all of the row. For packed prompts see `unpack`, for left-padded ones `left_aligned`.
+        A prompt may come in any number of chunks of any length, with tokens decoded in between: the outputs are those
+        of one call on the whole row. For packed prompts see `unpack`, for left-padded ones `left_aligned`.
 
         Args:
-            cache: what came before; not changed, but its memory may be donated.
+            cache: the tokens before these; not modified, but it may be donated.
             x: hidden states, [B, T, E], right-padded.
-            lengths: integers [B] in an array or a sequence, how many of the T each row has, 0 for a row that has none;
-                all by default.
+            lengths: integers [B] in an array or a sequence: how many of the T tokens each row has, 0 for none; all T by
+                default.
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:
-            [B, T, E] in the layer's dtype, zero on padding, and the cache with these tokens. Where lengths are traced,
+            [B, T, E] in the layer's dtype, zero on padding, and the cache with these tokens. With traced lengths,
             tokens beyond the cache's capacity count as padding.
 
         Raises:
@@ -279,19 +280,19 @@ class CompressedAttention(nnx.Module):
         *,
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
-        """Attention of a new token a row, or of a few, to themselves and to all that the cache holds.
+        """Attend from one new token per row, or a few, to themselves and to everything in the cache.
 
-        The same as `prefill`, with T = 1, or a few drafted tokens, causal among themselves; a row whose length is 0
-        sits out. The work for one token is a pass over the window, and over all entries of an HCA layer, or over the
-        index keys and the selected entries of a CSA layer. Under `jax.jit` it compiles once for a whole generation,
-        and with the cache donated works in place. Arguments, results and errors are those of `prefill`.
+        The same as `prefill` with T = 1, or with a few drafted tokens, causal among themselves; a row whose length is 0
+        sits out. One token costs a pass over the window and, in an HCA layer, over all entries or, in a CSA layer, over
+        the index keys and the selected entries. Under `jax.jit` this compiles once for a whole generation, and works in
+        place if the cache is donated. Arguments, results and errors are those of `prefill`.
         """
         return self._append(cache, x, lengths, implementation)
 
     def activations(
         self, x: Float[Array, "B S E"], memory: Memory, *, select: str = "top_k", index: bool = True
     ) -> Activations:
-        """All that core attention takes, and with `index` what a CSA layer's indexer scores with."""
+        """Inputs of core attention and, with `index`, of a CSA layer's index scores."""
         x = x.astype(self.dtype)
         if memory.padding is not None:  # what padding holds, NaN included, must not reach a weight's gradient
             x = jnp.where(memory.padding[:, :, None], 0.0, x)
@@ -305,7 +306,7 @@ class CompressedAttention(nnx.Module):
         if self.compressor is not None:
             entries = checkpoint_name(memory.entries(self.compressor, x), "entries")
             if isinstance(self.compressor, IndexedCompressor) and index:
-                # Nothing but its own loss teaches the indexer, and its loss nothing else.
+                # The indexer learns from its own loss only, and nothing else learns from that loss.
                 indexer, (x_in, q_in) = self.compressor.indexer, jax.lax.stop_gradient((x, q_residual))
                 index_keys = checkpoint_name(memory.index_keys(indexer, x_in), "index_keys")
                 scored = Scored(*index_queries(indexer, x_in, q_in, table), index_keys)
@@ -325,7 +326,7 @@ class CompressedAttention(nnx.Module):
         select: str = "top_k",
         index: bool = True,
     ) -> tuple[Array, Array, Activations]:
-        """The one wiring: output [B, S, E], log-sum-exp [B, S, H], finite on padding, and what they are made of."""
+        """The layer's one wiring: output [B, S, E], log-sum-exp [B, S, H], finite on padding, and the activations."""
         made = self.activations(x, memory, select=select, index=index)
         attended, lse = self._core(made, implementation)
         rotated = checkpoint_name(rotate(attended, made.table, inverse=True), "attention")
@@ -333,7 +334,7 @@ class CompressedAttention(nnx.Module):
         return self.o_b_proj(grouped), lse, made
 
     def _core(self, made: Activations, implementation: str | Backend | None) -> tuple[Array, Array]:
-        """Output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
+        """Core attention: output [B, S, H, D], still rotated, and log-sum-exp [B, S, H], finite on padding."""
         operands = Operands(
             made.q,
             made.kv,
@@ -358,7 +359,7 @@ class CompressedAttention(nnx.Module):
         return out, memory.after()
 
     def _documents(self, x: Array, segment_ids: Any, documents: Documents | None) -> Documents:
-        """Says where documents begin, by arguments that it checks."""
+        """Check the arguments and return the documents of the rows of x."""
         if segment_ids is not None:
             if documents is not None:
                 raise ValueError("documents: expected not both segment_ids and documents, got both")

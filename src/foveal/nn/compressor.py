@@ -1,4 +1,4 @@
-"""The compressor: windows of tokens become entries."""
+"""The compressor, which turns windows of tokens into entries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from foveal.typing import Array, Float
 
 
 class Compressor(nnx.Module):
-    """Pools every complete window of m tokens into one entry, norms it and gives it the window's position.
+    """Pooling of each complete window of m tokens into one entry, normed and rotated to the window's position.
 
     One class for HCA (plain windows) and for CSA and its indexer (overlapped windows, projections twice as wide).
-    Technical report, arXiv 2606.19348, equations 9-12 and 20-23. Projections come out in float32, and gate, softmax
-    and weighted sum stay there.
+    Technical report, arXiv 2606.19348, equations 9-12 and 20-23. Projections come out in float32; gate, softmax
+    and weighted sum stay in float32.
 
     Args:
         hidden_size: E.
@@ -64,7 +64,7 @@ class Compressor(nnx.Module):
         Args:
             x: [B, S, E].
             layout: which rows form which entry.
-            table: RoPE for `layout.positions`.
+            table: RoPE at `layout.positions`.
 
         Returns:
             [B, C, D] in the layer's dtype; zeros in slots that hold no window.
@@ -73,7 +73,7 @@ class Compressor(nnx.Module):
 
     @any_mesh(like="x", dims=2)
     def project(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
-        """What each token gives to its windows, before they are complete: values and gates, float32 [B, S, F].
+        """Values and gates that each token contributes to its windows, complete or not; float32 [B, S, F] each.
 
         F is D, or 2 D where windows overlap.
 
@@ -92,11 +92,11 @@ class Compressor(nnx.Module):
 
 
 def project(compressor: Compressor, x: Array) -> tuple[Array, Array]:
-    """`Compressor.project`, for arguments that were checked: what a layer runs."""
+    """`Compressor.project` for checked arguments, as a layer runs it."""
     return compressor.kv_proj(x), compressor.gate_proj(x)
 
 
 def pool(compressor: Compressor, kv: Array, gate: Array, layout: WindowLayout, table: RopeTable) -> Array:
-    """`Compressor.pool`, for arguments that were checked: what a layer runs."""
+    """`Compressor.pool` for checked arguments, as a layer runs it."""
     pooled = pooling.pool(kv, gate, compressor.position_bias[...], layout, overlap=compressor.overlap)
     return rotate(compressor.kv_norm(pooled.astype(compressor.dtype)).astype(compressor.dtype), table)

@@ -13,7 +13,7 @@ from foveal.typing import Array, Float
 
 
 class GroupedLinear(nnx.Module):
-    """G groups of heads, each projected to L features by its own matrix; kernel [G, (H / G) D, L].
+    """Projection of each of G groups of heads to L features by its own matrix; kernel [G, (H / G) D, L].
 
     Args:
         in_features: (H / G) D, the width of one group.
@@ -38,6 +38,6 @@ class GroupedLinear(nnx.Module):
 
     @any_mesh(like="x", dims=3)
     def __call__(self, x: Float[Array, "B S H D"]) -> Float[Array, "B S latents"]:
-        """[B, S, H, D] -> [B, S, G * L]."""
+        """Project each group: [B, S, H, D] -> [B, S, G * L]."""
         x = as_array("x", x, "B S H D")
         return grouped_projection(x.astype(self.dtype), self.kernel[...], precision=self.precision)

@@ -1,4 +1,4 @@
-"""The lightning indexer: which entries each query of a CSA layer attends to."""
+"""The lightning indexer, which selects the entries that each query of a CSA layer attends to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foveal.typing import Array, Float, Float32, Int32
 
 
 class IndexerScorer(nnx.Module):
-    """The weight of each indexer head for each query."""
+    """Weights of the indexer heads, per query."""
 
     def __init__(self, config: AttentionConfig, *, numerics: Numerics, rngs: nnx.Rngs) -> None:
         axes = ("embed", "index_heads")
@@ -27,14 +27,14 @@ class IndexerScorer(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float32[Array, "B S I"]:
-        """[B, S, E] -> float32 [B, S, I], of either sign."""
+        """Head weights of hidden states: [B, S, E] -> float32 [B, S, I], of either sign."""
         return self.weights_proj(x) * self.scaling
 
 
 class LightningIndexer(Compressor):
-    """Scores entries by small heads of their own and picks the best (arXiv 2606.19348, equations 13-17).
+    """Selector of the entries that small heads of its own score best (arXiv 2606.19348, equations 13-17).
 
-    It is an overlapped compressor of width J, whose entries are the index keys, with a query side.
+    An overlapped compressor of width J, whose entries are the index keys, with queries added.
 
     Args:
         config: sizes.
@@ -68,15 +68,15 @@ class LightningIndexer(Compressor):
     def queries(
         self, x: Float[Array, "B S E"], q_residual: Float[Array, "B S L"], table: RopeTable
     ) -> tuple[Float[Array, "B S I J"], Float32[Array, "B S I"]]:
-        """The query side.
+        """Index queries and head weights.
 
         Args:
             x: hidden states, [B, S, E].
             q_residual: the normed query latent that the attention's own `q_b_proj` takes, [B, S, q_lora_rank].
-            table: RoPE for the queries' positions.
+            table: RoPE at the queries' positions.
 
         Returns:
-            Queries [B, S, I, J] in the layer's dtype, and the weights of the heads, float32 [B, S, I].
+            Queries [B, S, I, J] in the layer's dtype, and head weights, float32 [B, S, I].
 
         Raises:
             ValueError: arguments that do not fit each other or the layer.
@@ -94,12 +94,12 @@ class LightningIndexer(Compressor):
         keys: Float[Array, "B C J"],
         visibility: Visibility,
     ) -> Int32[Array, "B S K"]:
-        """The slots each query may attend to: int32 [B, S, min(index_topk, C)], ascending, -1 for none; no gradient."""
+        """Slots selected for each query: int32 [B, S, min(index_topk, C)], ascending, -1 for none; no gradient."""
         return select_entries(q, weights, keys, visibility=visibility, top_k=self.top_k, precision=self.precision)
 
 
 def index_queries(indexer: LightningIndexer, x: Array, q_residual: Array, table: RopeTable) -> tuple[Array, Array]:
-    """`LightningIndexer.queries`, for arguments that were checked."""
+    """`LightningIndexer.queries` for checked arguments."""
     q, weights = indexer.q_b_proj(q_residual), indexer.scorer(x)
     return rotate(q.reshape(*x.shape[:2], indexer.heads, indexer.head_dim), table), weights
 
@@ -111,7 +111,7 @@ class IndexedCompressor(Compressor):
 
 
 def compressor_of(config: AttentionConfig, layer: LayerSpec, numerics: Numerics, rngs: nnx.Rngs) -> Compressor | None:
-    """The compressor that a layer has: none, one with an indexer, or a plain one."""
+    """Build a layer's compressor: none, one with an indexer, or a plain one."""
     if not layer.has_entries:
         return None
     compressor = (IndexedCompressor if layer.has_indexer else Compressor)(

@@ -1,7 +1,7 @@
 """Memories: the source of the keys, entries and selections that a layer attends to.
 
-A layer asks its memory which documents its rows belong to, and for raw keys, entries, index keys and the selection.
-Training (`Fresh`) and serving (`Cached`) differ in nothing else.
+A layer asks its memory for the documents of its rows, raw keys, entries, index keys and the selection. Training
+(`Fresh`) and serving (`Cached`) differ in nothing else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from foveal.typing import Array, Int32
 
 
 class Memory(abc.ABC):
-    """The memory of one call. Each method is called at most once.
+    """Memory of one call; each method is called at most once.
 
     Attributes:
-        documents: which documents the rows belong to.
-        padding: bool [B, S], rows that belong to none; None where there are no such rows.
+        documents: the documents that the rows belong to.
+        padding: bool [B, S], True on rows of no document; None where there is no padding.
         visibility: which raw keys and entries each row sees.
         layout: the windows that these rows complete; None in a layer without entries.
         table: RoPE at the rows' positions.
-        entry_table: RoPE at the positions of those windows' first tokens, which the entries have; None likewise.
+        entry_table: RoPE at the entries' positions, those of their windows' first tokens; None without entries.
     """
 
     documents: Documents
@@ -55,23 +55,23 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def raw_keys(self, kv: Array) -> Array:
-        """All raw keys, [B, N, D], of which these rows' own, [B, S, D], are the last."""
+        """All raw keys, [B, N, D]; the last S are `kv`, these rows' own."""
 
     @abc.abstractmethod
     def entries(self, compressor: Compressor, x: Array) -> Array:
-        """All entries by slot, [B, C, D], of which a compressor makes those that x, [B, S, E], completes."""
+        """All entries by slot, [B, C, D]; the compressor makes those of the windows that x, [B, S, E], completes."""
 
     @abc.abstractmethod
     def index_keys(self, indexer: Compressor, x: Array) -> Array:
-        """All index keys by slot, [B, C, J], likewise."""
+        """All index keys by slot, [B, C, J]; the indexer makes those of the windows that x completes."""
 
     def selection(self, select: Callable[[], Array]) -> Array:
-        """The slots that each row selects, int32 [B, S, K]; `select` is the indexer's own choice."""
+        """Slots selected for each row, int32 [B, S, K]; `select` computes the indexer's own choice."""
         return select()
 
 
 class Fresh(Memory):
-    """These rows alone: training, packed or not."""
+    """Memory of these rows alone, packed or not, as in training."""
 
     def __init__(self, config: AttentionConfig, layer: LayerSpec, documents: Documents) -> None:
         entries = EntryRange(layer.compress_ratio, None) if layer.has_entries else None
@@ -80,22 +80,22 @@ class Fresh(Memory):
         super().__init__(config, layer, documents, visibility, layout)
 
     def raw_keys(self, kv: Array) -> Array:
-        """These rows' own."""
+        """These rows' own raw keys."""
         return kv
 
     def entries(self, compressor: Compressor, x: Array) -> Array:
-        """Those of these rows' windows."""
+        """Entries of these rows' windows."""
         assert self.layout is not None
         assert self.entry_table is not None
         return pool(compressor, *project(compressor, x), self.layout, self.entry_table)
 
     def index_keys(self, indexer: Compressor, x: Array) -> Array:
-        """Those of these rows' windows."""
+        """Index keys of these rows' windows."""
         return self.entries(indexer, x)
 
 
 class Cached(Memory):
-    """Rows that continue those of a cache; `after` is the cache with them."""
+    """Memory of rows that continue those of a cache; `after` returns the cache with them."""
 
     def __init__(
         self, config: AttentionConfig, layer: LayerSpec, cache: AttentionCache, counts: Int32[Array, " B"], size: int
@@ -104,7 +104,7 @@ class Cached(Memory):
         self._cache, self._counts = cache, counts
         self._kv: Array | None = None
         self._states: dict[str, CompressorState] = {}
-        self._slots = cache.capacity // ratio if layer.has_entries else 0  # arrays have one too many where this is 0
+        self._slots = cache.capacity // ratio if layer.has_entries else 0  # where this is 0, the arrays still have one
         self._history = window_halo(ratio, overlap=layer.overlap) if layer.has_entries else 0
         entries = EntryRange(ratio, self._slots) if layer.has_entries else None
         documents, window = Documents.made(lengths, counts, size), config.sliding_window
@@ -115,20 +115,20 @@ class Cached(Memory):
         super().__init__(config, layer, documents, visibility, layout)
 
     def raw_keys(self, kv: Array) -> Array:
-        """The last of the window, and these rows' own."""
+        """The last keys of the sliding window, followed by these rows' own."""
         self._kv = kv
         return jnp.concatenate([self._cache.last_keys(self.visibility.history), kv], axis=1)
 
     def entries(self, compressor: Compressor, x: Array) -> Array:
-        """The cache's, with those that these rows complete."""
+        """The cache's entries and those that these rows complete."""
         return self._extended("compressor", compressor, x)
 
     def index_keys(self, indexer: Compressor, x: Array) -> Array:
-        """The cache's, with those that these rows complete."""
+        """The cache's index keys and those that these rows complete."""
         return self._extended("indexer", indexer, x)
 
     def after(self) -> AttentionCache:
-        """The cache with these rows; to be called last: it holds what the layer has asked for."""
+        """The cache with these rows appended. Call it last: it stores what the layer has asked for."""
         assert self._kv is not None
         states = (self._states.get(part) for part in ("compressor", "indexer"))
         return self._cache.extended(self._counts, self._kv, *states)

@@ -1,4 +1,4 @@
-"""How parameters are made: dtypes, initial values, logical axes."""
+"""Construction of parameters: dtypes, initial values, logical axes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Numerics:
 
     Attributes:
         dtype: of activations and of matmul operands.
-        param_dtype: of the linear kernels. Sinks, position biases and norm scales are float32 in any case.
+        param_dtype: of the linear kernels. Sinks, position biases and norm scales are always float32.
         precision: of the matmuls, as in `jax.lax.dot_general`.
         init_std: standard deviation of the kernels' initial values.
 
     Raises:
-        ValueError: a dtype that a layer does not have, another precision than JAX's, or a negative deviation.
+        ValueError: a dtype that layers do not support, a precision that JAX does not know, or a negative deviation.
     """
 
     __no_type_check__ = True  # __post_init__'s errors say more
@@ -35,7 +35,7 @@ class Numerics:
     init_std: float
 
     def __post_init__(self) -> None:
-        """Checks every field; makes the dtypes `jax.numpy`'s scalar types."""
+        """Check every field and turn the dtypes into `jax.numpy`'s scalar types."""
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, as_dtype(name, getattr(self, name)))
         as_precision(self.precision)
@@ -43,28 +43,28 @@ class Numerics:
 
     @property
     def wide(self) -> DTypeLike:
-        """float32, or float64 in a float64 layer: what norms and softmax compute in. RoPE and pooling stay float32."""
+        """Dtype of norms and softmax: float32, or float64 in a float64 layer. RoPE and pooling stay float32."""
         return accumulation_dtype(self.dtype)
 
 
 def as_numerics(value: object) -> Numerics:
-    """A `Numerics`, or a ValueError."""
+    """Return a `Numerics` unchanged, or raise ValueError."""
     if not isinstance(value, Numerics):
         raise ValueError(f"numerics: expected Numerics, got {described(value)}")
     return value
 
 
 def as_rngs(value: object) -> nnx.Rngs:
-    """Flax's random streams, or a ValueError."""
+    """Return Flax's random streams unchanged, or raise ValueError."""
     if not isinstance(value, nnx.Rngs):
-        raise ValueError(f"rngs: expected flax.nnx.Rngs, as nnx.Rngs(0), got {described(value)}")
+        raise ValueError(f"rngs: expected flax.nnx.Rngs, such as nnx.Rngs(0), got {described(value)}")
     return value
 
 
 def logical_axes(*names: str | None) -> dict[str, Any]:
-    """Parameter metadata naming its axes, for `nnx.get_partition_spec` and a mesh's rules.
+    """Parameter metadata that names the axes, for `nnx.get_partition_spec` and a mesh's rules.
 
-    Lazy: without `eager_sharding=False` Flax wants a mesh, and rules, at construction.
+    Sharding is lazy: without `eager_sharding=False` Flax requires a mesh and rules at construction.
     """
     return {"out_sharding": names, "eager_sharding": False}
 
@@ -78,7 +78,7 @@ def linear(
     rngs: nnx.Rngs,
     wide_output: bool = False,
 ) -> nnx.Linear:
-    """A projection without bias. `wide_output` keeps the matmul's accumulator: no rounding to `dtype` after it."""
+    """Linear projection without bias; `wide_output` keeps the accumulation dtype instead of rounding to `dtype`."""
     return nnx.Linear(
         in_features,
         out_features,
@@ -94,19 +94,19 @@ def linear(
 
 
 class RMSNorm(nnx.RMSNorm):
-    """Flax's norm, whose result is NaN where the squares of a vector overflow.
+    """Flax's RMSNorm, but with NaN as the result for a vector whose squares overflow.
 
-    Divided by infinity the vector would come out as zeros, as in transformers: a lost token that looks like an answer.
+    Division by infinity would give zeros, as in transformers: a lost token that looks like an answer.
     """
 
     def __call__(self, x: Float[Array, "*rows D"], mask: Array | None = None) -> Float[Array, "*rows D"]:
-        """The norm over the last axis, in `dtype`."""
+        """Norm over the last axis, in `dtype`."""
         square = jnp.mean(jax.lax.square(x.astype(self.dtype)), axis=-1, keepdims=True)  # XLA computes it once
         return jnp.where(jnp.isinf(square), jnp.nan, super().__call__(x, mask))
 
 
 def rms_norm(features: int, *, epsilon: float, numerics: Numerics, rngs: nnx.Rngs, use_scale: bool = True) -> RMSNorm:
-    """x * rsqrt(mean(x^2) + epsilon) * scale, all of it and the result in float32: the caller casts, once."""
+    """Norm x * rsqrt(mean(x^2) + epsilon) * scale, computed and returned in `numerics.wide`: the caller casts once."""
     return RMSNorm(
         features,
         epsilon=epsilon,

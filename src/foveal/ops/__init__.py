@@ -1,4 +1,4 @@
-"""Float mathematics: arrays in, arrays out. One public function a file; geometry decides who sees what."""
+"""Floating-point ops: arrays in, arrays out. `foveal.geometry` decides who sees what."""
 
 from foveal.ops.core_attention import core_attention, explain
 from foveal.ops.indexer_loss import IndexerLoss, indexer_loss

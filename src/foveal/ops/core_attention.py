@@ -65,28 +65,29 @@ def core_attention(
     """DeepSeek-V4's attention over the sliding window and the compressed entries (arXiv 2606.19348, section 2.3).
 
     out[t, h] = sum_j exp(l_j) k_j / (sum_j exp(l_j) + exp(sink_h)), l_j = scale * q[t, h] . k_j, over the raw keys and
-    entries k_j that `visibility` shows to t. Each key is also the value; all heads share them.
+    entries k_j that t sees. Each key is also the value; all heads share them.
 
-    Logits, softmax and sums are float32 whatever the inputs (float64 for float64); for bfloat16 inputs an
-    implementation may round the softmax's weights to bfloat16 before they multiply the keys. A query that sees nothing
-    gives exact zeros. A sink of -inf is no sink, of +inf gives zeros. NaN or infinity in a key reaches the queries that
-    see it and no other, in a query that query alone; such queries give NaN and pass no gradient on. Of finite arguments
-    no infinity is made but the returned log-sum-exp's, so that `jax_debug_infs` can be on. Reverse-mode differentiable,
-    once, in q, kv, entries and sinks.
+    Logits, softmax and sums are float32 (float64 for float64 inputs); for bfloat16 inputs an implementation may round
+    the softmax weights to bfloat16 before multiplying them with the keys. A query that sees nothing gives exact zeros.
+    A sink of -inf acts as no sink; one of +inf gives zeros. NaN or infinity in a key reaches only the queries that see
+    it; in a query, only that query. Such queries give NaN and pass no gradient on. Finite arguments produce no infinity
+    except in the returned log-sum-exp, so `jax_debug_infs` can stay on. Differentiable once, in reverse mode, in q, kv,
+    entries and sinks.
 
     Args:
         q: queries, [B, S, H, D].
-        kv: raw keys = values, [B, N, D], in q's dtype; N = `visibility.raw_keys`, which is S but for a cache's history.
-        entries: compressed keys = values by slot, [B, C, D], in q's dtype; None only where `visibility` has no slots.
+        kv: raw keys = values, [B, N, D], in q's dtype; N = `visibility.raw_keys`: S, plus the history in a cache.
+        entries: compressed keys = values, one per slot, [B, C, D], in q's dtype; None only if `visibility` has no
+            slots.
         visibility: who sees what.
-        indices: integers [B, S, K], the slots each query may use, the same for all heads: any order; -1, slots out of
-            range and slots that the query does not see are ignored; a duplicate counts once. None: all it sees.
+        indices: integers [B, S, K], the slots each query may use, shared by all heads, in any order. -1, slots out of
+            range and slots that the query does not see are ignored; a duplicate counts once. None: all visible slots.
         sinks: [H], logits in the denominator only, unscaled; None for none.
-        scale: of the logits, D ** -0.5 by default.
-        precision: of the matmuls, as in `jax.lax.dot_general`.
+        scale: factor on the logits, D ** -0.5 by default.
+        precision: matmul precision, as in `jax.lax.dot_general`.
         return_lse: also return the log-sum-exp of the logits.
-        implementation: a name, or one configured (`foveal.Splash`), or None for the best that can; `explain` tells
-            which that is.
+        implementation: a name, a configured implementation (`foveal.Splash`), or None for the best one that can run the
+            call; `explain` says which.
 
     Returns:
         [B, S, H, D] in q's dtype. With `return_lse` also [B, S, H] in float32 (float64): the log-sum-exp over the keys
@@ -95,7 +96,7 @@ def core_attention(
 
     Raises:
         ValueError: arguments that do not fit each other, or an unknown implementation.
-        NotImplementedError: the named implementation, or every one, cannot do this; the message says why.
+        NotImplementedError: the named implementation, or every one, cannot run this call; the message says why.
     """
     as_bool("return_lse", return_lse)
     operands = _checked(q, kv, entries, visibility, indices, sinks, scale, precision)
@@ -112,10 +113,10 @@ def core_attention(
 def attend(
     operands: Operands, implementation: str | Backend | None
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S H"]]:
-    """Output and log-sum-exp of `core_attention`, for operands that were checked: choose, prepare, run.
+    """Output and log-sum-exp of `core_attention` for checked operands: choose a backend, prepare the operands, run.
 
-    The log-sum-exp is finite where nothing is visible, which is in padding: an infinity that a user did not ask for
-    would end a run under `jax_debug_infs`.
+    The log-sum-exp is finite in padding, where nothing is visible: an infinity that the user did not ask for would
+    abort a run under `jax_debug_infs`.
     """
     backend = registry.choose(operands, implementation)
     return backend(_isolate_non_finite(_gather_selected(operands)))
@@ -134,9 +135,9 @@ def explain(
     precision: Precision = None,
     implementation: str | Backend | None = None,
 ) -> Explanation:
-    """Which implementation `core_attention` would run for these arguments, and why the others would not.
+    """Explain which implementation `core_attention` would run for these arguments, and why not the others.
 
-    Takes `core_attention`'s arguments and computes nothing.
+    Takes the arguments of `core_attention`, except `return_lse`, and computes nothing.
 
     Raises:
         ValueError: as `core_attention`.
@@ -155,7 +156,7 @@ def _checked(
     scale: float | int | None,
     precision: Precision,
 ) -> Operands:
-    """Checks a call and fills in its defaults; of values only those of concrete documents."""
+    """Check the arguments and fill in defaults. No values are checked except those of concrete documents."""
     visibility = as_visibility(visibility)
     q = as_array("q", q, "B S H D", visibility.documents.shape)
     batch, length, heads, dim = q.shape
@@ -177,9 +178,9 @@ def _checked(
 
 
 def _gather_selected(operands: Operands) -> Operands:
-    """The call on its selected entries alone, where few queries select from many: a token that is decoded.
+    """Gather the selected entries where few queries select from many entries, as in decoding.
 
-    Everything after this looks at all entries, if only to see whether they are finite.
+    Every later step reads all entries, if only to check that they are finite.
     """
     indices, entries = operands.indices, operands.entries
     if indices is None or indices.shape[1] * indices.shape[2] >= entries.shape[1]:
@@ -192,16 +193,16 @@ def _gather_selected(operands: Operands) -> Operands:
         operands,
         entries=jnp.take_along_axis(entries, slots, axis=1, mode="promise_in_bounds"),
         indices=jnp.where(indices >= 0, place, -1),
-        # The indices alone say who sees which: none is one that its query does not see.
+        # The indices alone are the mask: every selected slot is visible to its query.
         visibility=visibility.with_entries(EntryRange(0, length * count)),
     )
 
 
 def _isolate_non_finite(operands: Operands) -> Operands:
-    """The call with non-finite keys replaced by zeros, and `tainted` saying which queries see one of those.
+    """Replace non-finite keys by zeros, and mark the queries that see one in `tainted`.
 
-    A matmul spreads one NaN over all its rows, since 0 * NaN is NaN, also in its gradients: so keys are cleaned
-    before any implementation sees them. The cost is a pass over keys that all heads share.
+    A matmul spreads one NaN over all its rows, since 0 * NaN is NaN, and so do its gradients. Keys are therefore
+    cleaned before any implementation reads them, at the cost of one pass over keys that all heads share.
     """
     indices, entries, ranges = operands.indices, operands.entries, operands.visibility.ranges
     kv_bad = ~jnp.isfinite(operands.kv).all(axis=-1)

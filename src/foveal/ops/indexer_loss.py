@@ -1,4 +1,4 @@
-"""The lightning indexer's training objective: its distribution over entries against the attention's."""
+"""Training objective of the lightning indexer: match its distribution over entries to the attention's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from foveal.typing import Array, Float, Float32, Int, Precision
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexerLoss:
-    """A sum over queries and how many it is over, float32 scalars: sums of both over layers and devices can be divided.
+    """Sum of divergences and number of queries, float32 scalars: add both over layers and devices before dividing.
 
     Attributes:
-        total: the sum of the divergences, in nats.
-        count: queries that have an entry to attend to; the others add nothing.
+        total: sum of the divergences, in nats.
+        count: number of queries that have an entry to attend to; the others add nothing.
     """
 
     __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
@@ -35,7 +35,7 @@ class IndexerLoss:
 
     @property
     def mean(self) -> Float32[Array, ""]:
-        """A query's, 0 where none has an entry."""
+        """Mean divergence per query, in nats; 0 if no query has an entry."""
         return self.total / jnp.maximum(self.count, 1.0)
 
 
@@ -55,19 +55,20 @@ def indexer_loss(
     denominator: Literal["all", "entries"] = "all",
     precision: Precision = None,
 ) -> IndexerLoss:
-    """KL divergence of the indexer's softmax from the attention's weights of the entries, summed over queries.
+    """KL divergence between the attention's weights of the entries and the indexer's softmax, summed over queries.
 
-    For query t the teacher is p[c] = sum_h a[h, c] / sum_c' sum_h a[h, c'], with a[h, c] the weight that head h gives
-    entry c; the indexer has softmax(score)[c], with `select_entries`' score. Both are over the same entries: those in
-    `indices` (sparse training) or all that t sees (dense warm-up). The teacher is constant: gradients go to the first
-    three arguments alone. DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1), with V4's entries for tokens.
+    The loss of query t is KL(p || softmax(score)), with `select_entries`' score and the teacher p[c] = sum_h a[h, c] /
+    sum_c' sum_h a[h, c'], where a[h, c] is the weight that head h gives entry c. Both range over the same entries:
+    those in `indices` (sparse training) or all that t sees (dense warm-up). The teacher is constant: only the first
+    three arguments get gradients. From DeepSeek-V3.2 (arXiv 2512.02556, section 2.1.1), with V4's entries in place of
+    tokens.
 
-    Nothing of S x C elements is built, neither for the value nor for gradients: these are computed block by block in
-    the forward pass and scaled in the backward. Differentiable once, in reverse mode.
+    No array of S x C elements is built: value and gradients are computed block by block in the forward pass, and the
+    backward pass scales the gradients. Differentiable once, in reverse mode.
 
     Args:
         index_q: indexer queries after RoPE, [B, S, I, J].
-        index_weights: per query and indexer head, any scaling included, [B, S, I].
+        index_weights: weights per query and indexer head, any scaling included, [B, S, I].
         index_keys: the indexer's own entries after RoPE, [B, C, J].
         q: attention queries, [B, S, H, D].
         entries: the attention's entries, [B, C, D].
@@ -76,15 +77,16 @@ def indexer_loss(
         sinks: [H], or None.
         visibility: who sees what.
         indices: integers [B, S, K], the slots each query selected, by `core_attention`'s rule: -1, slots out of range
-            and slots that the query does not see are ignored; a duplicate counts once. None: all it sees.
-        scale: of the attention's logits, D ** -0.5 by default.
-        denominator: what a head's weights are shares of: "all" it attends to, window and sink included, or "entries"
-            alone, as MaxText has it, which gives heads that look at the window as much say as others.
-        precision: of the matmuls.
+            and slots that the query does not see are ignored; a duplicate counts once. None: all visible slots.
+        scale: factor on the attention's logits, D ** -0.5 by default.
+        denominator: what each head's weights are normalised over: "all" it attends to, window and sink included, or
+            "entries" alone, as in MaxText, which gives heads that attend mostly to the window as much influence as
+            others.
+        precision: matmul precision.
 
     Raises:
         ValueError: arguments that do not fit each other, or an unknown denominator.
-        NotImplementedError: differentiated twice, or in forward mode.
+        NotImplementedError: when differentiated twice, or in forward mode.
     """
     as_choice("denominator", denominator, ("all", "entries"))
     visibility = as_visibility(visibility)
@@ -130,7 +132,7 @@ def _backward_rule(plan: LossPlan, gradients: Student, cotangents: tuple[Array, 
     del plan
     gradients, (d_total, _) = first_only(_ONCE, (gradients, cotangents))
     scaled = jax.tree.map(lambda g: (g.astype(jnp.float32) * d_total).astype(g.dtype), gradients)
-    nothing: Any = None  # for all of an argument that has no gradient
+    nothing: Any = None  # the cotangent of an argument without gradient
     return scaled, nothing, nothing, nothing
 
 
@@ -138,7 +140,7 @@ _loss.defvjp(_forward_rule, _backward_rule)
 
 
 class _LossSums(NamedTuple):
-    """What a loop over blocks of queries adds up and fills in."""
+    """Carry of the loop over blocks of queries."""
 
     total: Array
     queries: Array
@@ -154,9 +156,9 @@ def _over_blocks(
     *,
     gradients: bool,
 ) -> tuple[tuple[Array, Array], Student | None]:
-    """The sum and the count of `IndexerLoss`, and the gradients if they are asked for."""
+    """Sum and count of `IndexerLoss`, and the gradients if requested."""
     finite = jnp.isfinite(student.keys).all(axis=-1)
-    # What is not seen must not matter, and 0 x NaN is NaN: such keys become zeros, and their scores NaN.
+    # Unseen keys must not matter, but 0 x NaN is NaN: non-finite keys become zeros, and their scores NaN.
     sources = LossSources(jnp.where(finite[..., None], student.keys, 0.0), finite, teacher.entries)
 
     def step(rows: Block, sums: _LossSums) -> _LossSums:
@@ -190,9 +192,9 @@ def _over_blocks(
 def _pulled(
     pairs: Streamed | Gathered, rows: Block, counts: Array, keep: Array, d_scores: Array, filled: Student
 ) -> Student:
-    """The gradients with those of a block's queries in them.
+    """Write the gradients of a block's queries into `filled`, and add those of the keys.
 
-    Queries that do not count, padding above all, may hold NaN; none of it may reach a gradient.
+    Queries without an entry, mostly padding, may hold NaN; keep it out of the gradients.
     """
     block = pairs.block
     d_scores = jnp.where(counts[..., None], d_scores, 0.0)
@@ -212,8 +214,8 @@ class _Divergences(NamedTuple):
 
 
 def _divergence(scores: Array, logits: Array, able: Array) -> tuple[_Divergences, Array]:
-    """[B, T] divergences of softmax(scores) from softmax(logits), [B, T, N] each, and gradients of the scores."""
-    some = able & (logits != LOWEST)  # of an infinite sink nothing remains to learn from
+    """KL(softmax(logits) || softmax(scores)), [B, T] from [B, T, N] each, and the gradients of the scores."""
+    some = able & (logits != LOWEST)  # LOWEST where every head's sink is infinite: nothing to learn
     any_entry = some.any(axis=-1)
 
     def log_softmax(values: Array, among: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Pairs of query and entry in the indexer's loss: their scores, the teacher's logits, and the way back of gradients."""
+"""Query-entry pairs of the indexer's loss: their scores, the teacher's logits, and the gradients of the scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Student(NamedTuple):
-    """The indexer: q [B, S, I, J], weights [B, S, I], keys [B, C, J]; or their gradients."""
+    """Arrays of the indexer, or their gradients: q [B, S, I, J], weights [B, S, I], keys [B, C, J]."""
 
     q: Array
     weights: Array
@@ -27,9 +27,9 @@ class Student(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The attention: q [B, S, H, D], entries [B, C, D], and what a head's weights are shares of.
+    """Arrays of the attention: q [B, S, H, D], entries [B, C, D], log_denominator float32 [B, S, H].
 
-    That is float32 [B, S, H], as a logarithm.
+    The last is the logarithm of what each head's weights are normalised by.
     """
 
     q: Array
@@ -40,7 +40,7 @@ class Teacher(NamedTuple):
     def from_arguments(
         cls, q: Array, entries: Array, lse: Array, sinks: Array | None, visibility: Visibility
     ) -> Teacher:
-        """Checks an op's arguments and makes a teacher of them, to which no gradient passes."""
+        """Check an op's arguments and build a teacher from them that passes no gradient on."""
         q = as_array("q", q, "B S H D", visibility.documents.shape)
         batch, _, heads, dim = q.shape
         entries = as_array("entries", entries, "B C D", (batch, visibility.slots, dim))
@@ -51,7 +51,7 @@ class Teacher(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossPlan:
-    """What is static; `queries` and `entries` of a block."""
+    """Static parameters; `queries` and `entries` are the sizes of a block."""
 
     queries: int
     entries: int
@@ -63,7 +63,7 @@ class LossPlan:
     def for_shapes(
         cls, student: Student, teacher: Teacher, indices: Array | None, scale: float, denominator: str, precision: Any
     ) -> LossPlan:
-        """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
+        """Choose blocks small enough for a CPU's caches, or large enough to keep another device busy."""
         batch, length, heads, dim = teacher.q.shape
         slots = student.keys.shape[1]
         heads = max(heads, student.q.shape[2])
@@ -87,7 +87,7 @@ class LossSources(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """Of T queries: the indexer's q and float32 weights, the attention's q and denominators, what they see."""
+    """T queries: the indexer's q and float32 weights, the attention's q and denominators, and what they see."""
 
     index_q: Array
     weights: Array
@@ -97,13 +97,13 @@ class QueryBlock(NamedTuple):
 
 
 LOWEST = lowest(jnp.float32)
-"""The score or logit of what is no entry of a query, and its share as a logarithm."""
+"""Score, logit and log-share of a slot that a query does not use."""
 
 
 def log_denominator(lse: Array, sinks: Array | None) -> Array:
-    """float32 [B, S, H]: the logarithm of what a head's weights are shares of, window, entries and sink.
+    """Logarithm of the softmax denominator over window, entries and sink: float32 [B, S, H].
 
-    Anything finite where a query sees nothing.
+    Any finite number where a query sees nothing.
     """
     lse = lse.astype(jnp.float32)
     lse = jnp.where(lse < LOWEST, 0.0, lse)
@@ -111,9 +111,9 @@ def log_denominator(lse: Array, sinks: Array | None) -> Array:
 
 
 def heads_logits(logits: Array, denominator: Array) -> Array:
-    """log sum_h exp(logits - denominator), [B, T, N] of [B, T, H, N] and [B, T, H].
+    """log sum_h exp(logits - denominator): [B, T, N] from [B, T, H, N] and [B, T, H].
 
-    None of a head with nothing to share, one whose sink is infinite; `LOWEST` where no head has anything.
+    A head whose sink is infinite adds nothing; `LOWEST` where no head adds anything.
     """
     shares = jnp.where(jnp.isfinite(denominator)[..., None], logits - denominator[..., None], LOWEST)
     shares = jnp.where(jnp.isnan(denominator)[..., None], jnp.nan, shares)
@@ -121,7 +121,7 @@ def heads_logits(logits: Array, denominator: Array) -> Array:
 
 
 def log_sum_exp(logits: Array, *, axis: int) -> Array:
-    """Over an axis of float32 logits; `LOWEST` where all of them are."""
+    """Log-sum-exp of float32 logits over an axis; `LOWEST` where all of them are."""
     peak = logits.max(axis=axis, keepdims=True)
     peak = jnp.where(peak <= LOWEST, 0.0, peak)
     total = jnp.sum(jnp.exp(logits - peak), axis=axis)
@@ -131,14 +131,14 @@ def log_sum_exp(logits: Array, *, axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """All entries that a block of queries sees, some at a time."""
+    """A block of queries and all entries that they see, one block of entries at a time."""
 
     plan: LossPlan
     sources: LossSources
     block: QueryBlock
 
     def _fold(self, step: Callable[[Block, T], T], start: T) -> T:
-        """Loops over the blocks of entries that any query sees."""
+        """Loop over the blocks of entries that any query sees."""
         bounds = self.block.ranges.slot_blocks(self.plan.entries)
         blocks = Blocks(self.plan.entries, self.sources.keys.shape[1])
         return blocks.fold(step, start, like=(self.sources, self.block), bounds=bounds)
@@ -148,7 +148,7 @@ class Streamed:
         return self.block.ranges.sees(columns.start, columns.size)
 
     def _dots(self, columns: Block) -> tuple[Array, Array]:
-        """float32 [B, T, I, N], and the keys."""
+        """Dot products float32 [B, T, I, N], and the keys."""
         keys = columns.take(self.sources.keys)
         return _matmul("btij,bcj->btic", self.block.index_q, keys, self.plan), keys
 
@@ -157,7 +157,7 @@ class Streamed:
         return _matmul("bthd,bcd->bthc", self.block.q, entries, self.plan) * self.plan.scale
 
     def both(self) -> tuple[Array, Array, Array]:
-        """Scores and the teacher's logits float32 [B, T, C], and which are seen."""
+        """Scores and the teacher's logits, float32 [B, T, C], and the mask of visible entries."""
         batch, queries = self.block.index_q.shape[:2]
         slots = self.sources.keys.shape[1]
         denominator = self._own_denominators() if self.plan.own_denominator else self.block.log_denominator
@@ -174,7 +174,7 @@ class Streamed:
         return scores, logits, jnp.broadcast_to(self.block.ranges.sees(0, slots), scores.shape)
 
     def _own_denominators(self) -> Array:
-        """float32 [B, T, H]: log-sum-exp of a head's logits over the entries alone; anything finite without any."""
+        """Log-sum-exp of each head's logits over the entries alone, float32 [B, T, H]; finite without entries."""
 
         def step(columns: Block, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             logits = jnp.where(
@@ -191,7 +191,7 @@ class Streamed:
         return jnp.where(none, 0.0, peak) + jnp.log(jnp.where(none, 1.0, total))
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
-        """Gradients of the indexer's queries and weights, and of its keys with those in `d_keys` [B, C, J]."""
+        """Gradients of the indexer's queries and weights, and `d_keys` [B, C, J] with those of its keys added."""
 
         def step(columns: Block, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dots, keys = self._dots(columns)
@@ -208,7 +208,7 @@ class Streamed:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The entries that each query selected."""
+    """A block of queries and the entries that each of them selected."""
 
     plan: LossPlan
     sources: LossSources
@@ -226,7 +226,7 @@ class Gathered:
         return _matmul("btij,btkj->btik", self.block.index_q, keys, self.plan), keys
 
     def both(self) -> tuple[Array, Array, Array]:
-        """Scores and the teacher's logits float32 [B, T, K], and which are entries."""
+        """Scores and the teacher's logits, float32 [B, T, K], and the mask of selected entries."""
         able = self.indices >= 0
         scores = jnp.sum(relu(self._dots()[0]) * self.block.weights[..., None], axis=2)
         finite = jnp.take_along_axis(self.sources.finite[:, None], jnp.maximum(self.indices, 0), axis=2)
@@ -240,7 +240,7 @@ class Gathered:
         return scores, heads_logits(logits, denominator), able
 
     def pull(self, d_scores: Array, d_fresh: Array, d_keys: Array) -> tuple[Array, Array, Array]:
-        """As `Streamed.pull`."""
+        """See `Streamed.pull`."""
         dots, keys = self._dots()
         dots = jnp.where((self.indices >= 0)[:, :, None], dots, 0.0)
         d_q, d_weights, d_dots = _pull_dots(self.plan, self.block, dots, d_scores, "btik,btkj->btij", keys)
@@ -253,9 +253,9 @@ class Gathered:
 def _pull_dots(
     plan: LossPlan, block: QueryBlock, dots: Array, d_scores: Array, spelling: str, keys: Array
 ) -> tuple[Array, Array, Any]:
-    """Of score = sum_i w_i relu(dot_i): gradients of q and w, and those of the dots as a function of d_scores.
+    """Gradients for score = sum_i w_i relu(dot_i): of q, of w, and of the dots as a function of d_scores.
 
-    Where an entry is not the query's, its dot must be 0: however large, it must not meet a gradient of 0.
+    The dots of entries that a query does not use must be 0: an infinite one times a gradient of 0 would be NaN.
     """
 
     def d_dots(d_scores: Array) -> Array:

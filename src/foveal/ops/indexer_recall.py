@@ -1,4 +1,4 @@
-"""How much of what the attention looks at the lightning indexer finds."""
+"""Recall of the lightning indexer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from foveal.program import per_row, planned, platform
 from foveal.typing import Array, Float, Float32, Int, Precision
 
 _ELEMENTS = 1 << 22
-"""Logits of a block of queries, of all heads and entries."""
+"""Logits computed at a time: a block of queries, all heads and entries."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IndexerRecall:
-    """Two sums over queries, float32 scalars: those of layers and devices can be added before they are divided.
+    """Two sums over queries, float32 scalars: add both over layers and devices before dividing.
 
     Attributes:
-        found: of the entries that the attention weighs most, as many a query as the indexer may choose, how many it
-            chose.
-        count: how many there are. Only queries that see more entries than may be chosen count: others have no choice.
+        found: number of the K highest-weight entries per query that the indexer selected, where it may select K.
+        count: number of those highest-weight entries. Only queries that see more than K entries count: the others leave
+            no choice.
     """
 
     __no_type_check__ = True  # JAX builds pytrees of placeholders too: annotations cannot hold then
@@ -37,7 +37,7 @@ class IndexerRecall:
 
     @property
     def mean(self) -> Float32[Array, ""]:
-        """The share that was found, 1 where no query has a choice."""
+        """Share of the highest-weight entries that was selected; 1 if no query has a choice."""
         return jnp.where(self.count == 0.0, 1.0, self.found / jnp.maximum(self.count, 1.0))
 
 
@@ -53,26 +53,26 @@ def indexer_recall(
     scale: float | int | None = None,
     precision: Precision = None,
 ) -> IndexerRecall:
-    """Recall of the K entries to which attention to all of them gives the most weight, summed over heads.
+    """Recall of the indexer: the share of the K highest-weight entries that it selects.
 
-    For query t that sees more than K entries, with p[c] = sum_h a[h, c] as in `indexer_loss`: how many of the K
-    largest p are in `indices`. Of equal ones the lower slot counts as the larger. An indexer that chooses at random
-    finds K / visible of them.
+    For each query t that sees more than K entries: how many of the K entries with the largest p[c] are in `indices`,
+    where p[c] = sum_h a[h, c] as in `indexer_loss`, from attention to all visible entries. Of equal p the lower slot
+    ranks higher. An indexer that selects at random finds a share of K / visible.
 
-    A measurement, not an objective: it has no gradient. Logits exist for one block of queries at a time, but of all
-    entries, seen or not: it costs more than the attention it measures.
+    A metric, not an objective: it has no gradient. Logits are computed for one block of queries at a time, but for all
+    entries, visible or not: this costs more than the attention it measures.
 
     Args:
-        indices: the indexer's choice, integers [B, S, K], by `core_attention`'s rule: -1, slots out of range and slots
-            that the query does not see are ignored; a duplicate counts once.
+        indices: the indexer's selection, integers [B, S, K], by `core_attention`'s rule: -1, slots out of range and
+            slots that the query does not see are ignored; a duplicate counts once.
         q: attention queries, [B, S, H, D].
         entries: the attention's entries, [B, C, D].
         lse: log-sum-exp of the attention's logits, [B, S, H], from `core_attention(..., return_lse=True)` over the
-            window and all visible entries: without indices.
+            window and all visible entries, without indices.
         sinks: [H], or None.
         visibility: who sees what.
-        scale: of the attention's logits, D ** -0.5 by default.
-        precision: of the matmul.
+        scale: factor on the attention's logits, D ** -0.5 by default.
+        precision: matmul precision.
 
     Raises:
         ValueError: arguments that do not fit each other.

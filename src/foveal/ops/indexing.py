@@ -1,4 +1,4 @@
-"""The lightning indexer's scores and the exact choice of the best entries."""
+"""Scores of the lightning indexer, and the exact selection of the best entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foveal.typing import Array, Float, Int32, Precision, Size
 _LANES = 128
 
 _LARGEST = 1e37
-"""A bound of a score below which no step of it can overflow float32."""
+"""Bound on a score below which no step of its computation can overflow float32."""
 
 
 @any_mesh(like="q", dims=2)
@@ -32,27 +32,27 @@ def select_entries(
     block_size: int | None = None,
     precision: Precision = None,
 ) -> Int32[Array, "B S K"]:
-    """For every query the slots of the `top_k` visible entries with the highest index scores.
+    """Select the slots of the `top_k` visible entries with the highest index scores, for every query.
 
     score[t, c] = sum_i weights[t, i] * relu(q[t, i] . keys[c]), in float32; the weights may be negative. Technical
     report, arXiv 2606.19348, equations 15-17. The same slots serve all attention heads.
 
-    Exact and deterministic: of equal scores the lower slot wins, -0.0 equals 0.0, an entry whose score is NaN is
-    never chosen, nor is one that the query does not see. Where fewer than `top_k` remain, all of them are chosen.
-    No gradient flows through the choice.
+    Exact and deterministic: of equal scores the lower slot wins, and -0.0 equals 0.0. An entry whose score is NaN or
+    that the query does not see is never chosen. Where fewer than `top_k` remain, all of them are chosen. No gradient
+    flows through the selection.
 
-    Scores exist for one block of queries and of entries at a time, heads summed, up to the last entry that the block
-    sees: memory is linear in S. Queries that see no more than `top_k` entries are not scored, unless all are of one
-    block.
+    Scores are computed for one block of queries and one of entries at a time, summed over heads, up to the last entry
+    that the queries see: memory is linear in S. A block whose queries see no more than `top_k` entries each is not
+    scored, unless it is the only one.
 
     Args:
         q: indexer queries after RoPE, [B, S, I, J].
-        weights: per query and indexer head, any scaling included, [B, S, I].
+        weights: weights per query and indexer head, any scaling included, [B, S, I].
         keys: the indexer's own entries after RoPE, [B, C, J].
         visibility: who sees what; its `slots` must be C.
-        top_k: how many to choose, >= 1; may exceed C.
+        top_k: entries to choose per query, >= 1; may exceed C.
         block_size: queries scored at a time; the result does not depend on it.
-        precision: of the matmul.
+        precision: matmul precision.
 
     Returns:
         int32 [B, S, K], K = min(top_k, C): chosen slots in ascending order, then -1 for none.
@@ -79,7 +79,7 @@ def best_entries(
     block_size: int | None = None,
     precision: Precision = None,
 ) -> Array:
-    """`select_entries`, for arguments that were checked."""
+    """`select_entries` for checked arguments."""
     batch, length, heads, _ = q.shape
     slots = keys.shape[1]
     chosen = min(top_k, slots)
@@ -101,10 +101,10 @@ def best_entries(
 
 @dataclasses.dataclass(frozen=True)
 class _SelectionPlan:
-    """What is static: queries and entries of a block, K, whether a CPU computes.
+    """Static parameters: queries and entries per block, K, and whether the platform is a CPU.
 
-    `at_once`: one block has all queries, a few tokens that are decoded, say. Each key is then looked at once, to be
-    scored: to transpose all of them first, or to see how large they are, would cost as much.
+    `at_once`: one block holds all queries, as in decoding. Each key is then read once, to be scored: transposing all
+    keys first, or finding the largest, would cost as much.
     """
 
     queries: int
@@ -125,7 +125,7 @@ class _SelectionPlan:
         block_size: int | None,
         precision: Precision,
     ) -> _SelectionPlan:
-        """Blocks small enough for a CPU's caches, or large enough to keep another device busy."""
+        """Choose blocks small enough for a CPU's caches, or large enough to keep another device busy."""
         cpu = platform() == "cpu"
         # Rows of the matmul are queries times heads; a row of ranks has all entries.
         rows, entries, ranks = (1 << 10, 1 << 8, 1 << 22) if cpu else (1 << 15, 1 << 10, 1 << 24)
@@ -136,7 +136,7 @@ class _SelectionPlan:
 
 
 class _Index(NamedTuple):
-    """The arrays: q [B, S, I, J], float32 weights [B, S, I], transposed keys [B, J, C]; the largest key's size."""
+    """All queries: q [B, S, I, J], float32 weights [B, S, I], transposed keys [B, J, C] and their largest magnitude."""
 
     q: Array
     weights: Array
@@ -145,13 +145,13 @@ class _Index(NamedTuple):
     visibility: Visibility
 
     def at(self, rows: Block) -> _ScoredBlock:
-        """The queries at some rows of all batch rows."""
+        """The queries at a block of rows, in every batch row."""
         ranges = self.visibility.tile(rows.start, rows.size)
         return _ScoredBlock(*rows.take((self.q, self.weights)), self.keys, ranges)
 
 
 class _ScoredBlock(NamedTuple):
-    """Of T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C] or, `at_once`, [B, C, J]; what they see."""
+    """T queries: q [B, T, I, J], weights [B, T, I], keys [B, J, C] ([B, C, J] if `at_once`), and what they see."""
 
     q: Array
     weights: Array
@@ -160,9 +160,9 @@ class _ScoredBlock(NamedTuple):
 
 
 def _select_block(plan: _SelectionPlan, block: _ScoredBlock, largest_key: Array) -> Array:
-    """int32 [B, T, K]: the chosen slots."""
+    """Chosen slots of a block of queries: int32 [B, T, K]."""
     batch, queries, heads, dim = block.q.shape
-    # Without overflow and NaN no score is NaN, and what is seen is chosen where there is no choice.
+    # Without overflow and NaN no score is NaN: a query that sees at most K entries then chooses all of them.
     largest = _largest(block.q) * largest_key * _largest(block.weights) * (heads * dim)
     first, end = block.ranges.entry_first, block.ranges.entry_end
     no_choice = ((end - first).max() <= plan.chosen) & (largest < _LARGEST)
@@ -179,11 +179,11 @@ def _select_block(plan: _SelectionPlan, block: _ScoredBlock, largest_key: Array)
 
 
 _NEVER = np.iinfo(np.int32).min
-"""The rank of what must not be chosen."""
+"""Rank of an entry that must not be chosen."""
 
 
 def _ranks(plan: _SelectionPlan, block: _ScoredBlock) -> Array:
-    """int32 [B, T, C], in the order of the scores."""
+    """Ranks int32 [B, T, C], in the order of the scores."""
     batch, queries, heads = block.q.shape[:3]
     axis, product = (1, "btij,bcj->btic") if plan.at_once else (2, "btij,bjc->btic")
     slots = block.keys.shape[axis]
@@ -191,7 +191,7 @@ def _ranks(plan: _SelectionPlan, block: _ScoredBlock) -> Array:
     def step(columns: Block, ranks: Array) -> Array:
         keys, seen = columns.take(block.keys, axis), block.ranges.sees(columns.start, columns.size)
         dots = jnp.einsum(product, block.q, keys, precision=plan.precision, preferred_element_type=jnp.float32)
-        # Of three axes: with one more, of length 1, CPUs take three times as long (JAX 0.10).
+        # Three axes: with a fourth of length 1, CPUs take three times as long (JAX 0.10).
         weighted = relu(dots.reshape(batch * queries, heads, -1)) * block.weights.reshape(-1, heads, 1)
         scores = weighted.sum(axis=1).reshape(batch, queries, -1)
         return columns.put(ranks, rank(scores, seen), axis=2)
@@ -201,38 +201,38 @@ def _ranks(plan: _SelectionPlan, block: _ScoredBlock) -> Array:
 
 
 def relu(dots: Array) -> Array:
-    """Keeps NaN: where XLA for CPUs fuses `jax.nn.relu` with a sum over heads, max(NaN, 0) is 0."""
+    """ReLU that keeps NaN: where XLA for CPUs fuses `jax.nn.relu` with a sum over heads, max(NaN, 0) is 0."""
     return jnp.where(dots <= 0.0, 0.0, dots)
 
 
 def rank(scores: Array, seen: Array) -> Array:
-    """int32 [B, T, N] in the order of float32 scores, -0.0 like 0.0; `_NEVER`, below all, for NaN and the unseen."""
+    """Ranks int32 [B, T, N] in the order of float32 scores, -0.0 like 0.0; `_NEVER`, the lowest, for NaN or unseen."""
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
     return jnp.where(seen & ~jnp.isnan(scores), ordered, _NEVER)
 
 
 def best_of(ranks: Array, count: int, *, cpu: bool) -> Array:
-    """int32 [B, T, count]: the slots of the highest ranks, ascending, then -1; of equal ones the lower slot first.
+    """Slots of the highest ranks: int32 [B, T, count], ascending, then -1. Of equal ranks the lower slot wins.
 
-    A CPU finds the K-th best of a row by bisection, which sorts nothing; others have no fast way to number what was
-    found, and sort.
+    CPUs find the K-th highest rank of a row by bisection, without sorting. Other devices sort: they have no fast way to
+    compact what bisection finds.
     """
     return _best_by_bisection(ranks, count) if cpu else _best_by_sorting(ranks, count)
 
 
 def _best_by_sorting(ranks: Array, count: int) -> Array:
     slots = ranks.shape[2]
-    best, slot = jax.lax.top_k(ranks, count)  # of equal ones the lower slot first
+    best, slot = jax.lax.top_k(ranks, count)  # the lower slot first among equal ranks
     ascending = jnp.sort(jnp.where(best > _NEVER, slot, slots), axis=2)
     return jnp.where(ascending < slots, ascending, -1)
 
 
 def _best_by_bisection(ranks: Array, count: int) -> Array:
-    """The same: bit by bit the highest rank that `count` ranks reach, then those above it, and enough that equal it."""
+    """Find the `count`-th highest rank bit by bit, then choose the ranks above it and as many equal to it as needed."""
 
     def step(i: Array, reached: Array) -> Array:
-        # Counted from the lowest int32 up, in uint32.
+        # In uint32, counted from the lowest int32.
         higher = reached | (jnp.uint32(1) << (jnp.uint32(31) - jnp.uint32(i)))
         enough = _how_many(ranks >= _signed(higher)) >= count
         return jnp.where(enough, higher, reached)
@@ -255,18 +255,18 @@ def _how_many(flags: Array) -> Array:
 
 
 def _slots_of(chosen: Array, count: int) -> Array:
-    """Where each query's row is True, `count` times at most: int32 [B, T, count], ascending, then -1."""
+    """Positions of up to `count` True values per query: int32 [B, T, count], ascending, then -1."""
     slot = jnp.arange(chosen.shape[2], dtype=jnp.int32)
     place = jnp.where(chosen, _running_count(chosen) - 1, count + slot[None, None])  # past the end: dropped
 
     def put(place: Array) -> Array:
         return jnp.full(count, -1, jnp.int32).at[place].set(slot, mode="drop", unique_indices=True)
 
-    return jax.vmap(jax.vmap(put))(place)  # mapped, not indexed by batch and queries: a sharded batch stays
+    return jax.vmap(jax.vmap(put))(place)  # vmap, not indices of batch and queries: keeps a sharded batch sharded
 
 
 def _running_count(flags: Array) -> Array:
-    """int32, how many are True up to each of a row. By matmul with a triangle: CPUs take half the time of a cumsum."""
+    """Inclusive count of True along each row, int32: a matmul with a triangle takes CPUs half the time of a cumsum."""
     *rows, length = flags.shape
     groups = -(-length // _LANES)
     grouped = jnp.pad(flags, ((0, 0), (0, 0), (0, groups * _LANES - length))).reshape(*rows, groups, _LANES)
@@ -277,6 +277,6 @@ def _running_count(flags: Array) -> Array:
 
 
 def _largest(array: Array) -> Array:
-    """NaN if anything is not finite: a maximum alone may pass over NaN, as `relu` says."""
+    """Largest magnitude; NaN if any element is not finite, which a maximum alone may miss (see `relu`)."""
     array = array.astype(jnp.float32)
     return jnp.where(jnp.isfinite(array).all(), jnp.abs(array).max(), jnp.nan)

@@ -1,4 +1,4 @@
-"""The grouped half of the output projection."""
+"""Grouped half of the output projection."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from foveal.typing import Array, Float, Precision
 def grouped_projection(
     x: Float[Array, "B S H D"], kernel: Float[Array, "G width L"], *, precision: Precision = None
 ) -> Float[Array, "B S latents"]:
-    """Projects G contiguous groups of heads, each by its own matrix, and lays the results side by side.
+    """Project G contiguous groups of heads, each by its own matrix, and concatenate the results.
 
-    Heads stay in order; group g holds heads g H/G ... (g + 1) H/G - 1, flattened to N = (H / G) D. No bias, no norm
-    and no activation stand between this and the projection to the model width that follows it. Technical report,
-    arXiv 2606.19348, section 2.3.1 (grouped output projection).
+    Heads stay in order; group g holds heads g H/G ... (g + 1) H/G - 1, flattened to N = (H / G) D. No bias, norm or
+    activation comes between this and the projection to the model width that follows. Technical report, arXiv
+    2606.19348, section 2.3.1 (grouped output projection).
 
     Args:
         x: attention outputs, [B, S, H, D].
         kernel: [G, (H / G) D, L].
-        precision: of the matmul.
+        precision: matmul precision.
 
     Returns:
         [B, S, G * L] in x's dtype.
@@ -40,7 +40,7 @@ def grouped_projection(
 
 
 def project_groups(x: Array, kernel: Array, precision: Precision) -> Array:
-    """`grouped_projection`, for arguments that were checked."""
+    """`grouped_projection` for checked arguments."""
     batch, length = x.shape[:2]
     groups, width, latent = kernel.shape
     grouped = x.reshape(batch, length, groups, width)

@@ -22,12 +22,12 @@ def pool_windows(
     *,
     overlap: bool,
 ) -> Float32[Array, "B C D"]:
-    """Pools each window's tokens into one entry, weighted feature by feature by a softmax of their gates.
+    """Pool each window's tokens into one entry, weighted per feature by a softmax over their gates.
 
     Plain (HCA): entry = sum_j softmax_j(gate[j] + position_bias[j]) * kv[j] over the window's m tokens; D = F.
     Overlapped (CSA and its indexer): the projections are twice as wide, F = 2 D. A token's first half (the previous
-    half) takes part in the entry of the *next* window, its second half (the current half) in that of its own, so that
-    each entry has 2 m terms, m of them absent in a document's first window. The bias enters the gate only.
+    half) takes part in the entry of the *next* window, its second half (the current half) in that of its own. Each
+    entry thus has 2 m terms, m of which are absent in a document's first window. The bias enters the gate only.
 
     Technical report, arXiv 2606.19348, equations 9-12 and 20-23.
 
@@ -39,8 +39,8 @@ def pool_windows(
         overlap: whether windows overlap.
 
     Returns:
-        float32 [B, C, D], zeros in slots that hold no window. Neither values nor gradients of such a slot's rows
-        reach anything, NaN included.
+        float32 [B, C, D], zeros in slots that hold no window. The rows of such a slot contribute to no value or
+        gradient, even if they are NaN.
 
     Raises:
         ValueError: arguments that do not fit each other or the layout.
@@ -55,7 +55,7 @@ def pool_windows(
 
 
 def pool(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, overlap: bool) -> Array:
-    """`pool_windows`, for arguments that were checked."""
+    """`pool_windows` for checked arguments."""
     width = kv.shape[-1] // 2 if overlap else kv.shape[-1]
     current = slice(kv.shape[-1] - width, None)
     parts = [(current, 0, None if layout.complete else layout.valid)]
@@ -67,7 +67,7 @@ def pool(kv: Array, gate: Array, position_bias: Array, layout: WindowLayout, *, 
         value, logit = layout.gather_all(kv[..., half], gate[..., half], shift=shift)
         value, logit = value.astype(jnp.float32), logit.astype(jnp.float32)
         logit = logit + position_bias[:, half].astype(jnp.float32)[None, None]
-        if present is not None:  # absent rows are replaced before use, so that 0 x NaN never arises, forward or back
+        if present is not None:  # replace absent rows before use: 0 x NaN must not arise, forward or backward
             present = present[:, :, None, None]
             value = jnp.where(present, value, 0.0)
             logit = jnp.where(present, logit, _LOWEST)

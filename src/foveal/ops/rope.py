@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain and YaRN frequencies, interleaved pairs, trailing dims, and its inverse."""
+"""Rotary position embedding of trailing dims in interleaved pairs: plain and YaRN frequencies, and the inverse."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from foveal.typing import Array, Float, Float32, Int, Int32
 
 
 class RopeTable(NamedTuple):
-    """Cosines and sines of the angles of some positions, one a pair of dims: float32 [B, T, R / 2] each."""
+    """Cosines and sines of the angles, one per position and pair of dims: float32 [B, T, R / 2] each."""
 
     cos: Float32[Array, "B T pairs"]
     sin: Float32[Array, "B T pairs"]
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
-    """Angle per position of each pair of dims, float32 [rope_dim / 2], pair i being dims 2 i and 2 i + 1.
+    """Angle per position of each pair of dims: float32 [rope_dim / 2], where pair i is dims 2 i and 2 i + 1.
 
-    theta ** (-2 i / R), and with YaRN (arXiv 2309.00071, section 3.2) a blend of f / factor for the pairs that turn
-    less than `beta_slow` times over the original context and f for those that turn more than `beta_fast` times.
-    DeepSeek-V4 scales neither the cosines nor the softmax by YaRN's attention factor.
+    f = theta ** (-2 i / R). YaRN (arXiv 2309.00071, section 3.2) uses f / factor for the pairs that turn less than
+    `beta_slow` times over the original context, f for those that turn more than `beta_fast` times, and a blend in
+    between. DeepSeek-V4 applies YaRN's attention factor neither to the cosines nor to the softmax.
 
-    Every step is rounded to float32, as in DeepSeek's inference code and in transformers, to give the same bits: one
-    unit in the last place of a frequency is 0.06 radians at a million tokens.
+    Every step is rounded to float32, to give the same bits as DeepSeek's inference code and transformers: one unit in
+    the last place of a frequency is 0.06 radians at a million tokens.
 
     Raises:
-        ValueError: `rope_dim` is odd or below 2, or `rope` is no `RopeConfig`.
+        ValueError: `rope_dim` is odd or below 2, or `rope` is not a `RopeConfig`.
     """
     return _frequencies(*_checked(rope, rope_dim)).copy()
 
@@ -55,7 +55,7 @@ def _checked(rope: RopeConfig, rope_dim: int) -> tuple[RopeConfig, int]:
 @functools.lru_cache(maxsize=64)
 def _frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
     exponent = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
-    # float32 powers differ by an ulp between libraries; rounding the float64 power once is the one everybody is near.
+    # float32 powers differ by an ulp between libraries; a float64 power rounded once is near all of them.
     frequency = np.float32(1) / np.power(rope.theta, exponent.astype(np.float64)).astype(np.float32)
     return frequency if rope.yarn is None else _yarn(frequency, rope.theta, rope_dim, rope.yarn)
 
@@ -89,7 +89,7 @@ def rope_table(
 
 
 def table_for(position: Int32[Array, "B T"], rope: RopeConfig, rope_dim: int) -> RopeTable:
-    """`rope_table`, for arguments that were checked."""
+    """`rope_table` for checked arguments."""
     frequency = _frequencies(rope, rope_dim)
     angle = position.astype(jnp.float32)[:, :, None] * jnp.asarray(frequency)[None, None]
     return RopeTable(jnp.cos(angle), jnp.sin(angle))
@@ -97,10 +97,10 @@ def table_for(position: Int32[Array, "B T"], rope: RopeConfig, rope_dim: int) ->
 
 @any_mesh(like="x")
 def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bool = False) -> Float[Array, "..."]:
-    """Rotates the trailing R dims of `x` by the table's angles, or back by them; the leading D - R pass through.
+    """Rotate the trailing R dims of `x` by the table's angles, or back; the leading D - R pass through.
 
     The pair (a, b) = (x[2 i], x[2 i + 1]) becomes (a cos - b sin, a sin + b cos) in float32, then takes x's dtype.
-    Linear in x, and differentiable in it any way; no derivative passes to the table, which comes of integers.
+    Linear in x, and differentiable in x in any mode. The table, computed from integers, gets no derivative.
 
     Args:
         x: [B, T, D] or [B, T, H, D].
@@ -109,17 +109,17 @@ def apply_rope(x: Float[Array, "B T *heads D"], table: RopeTable, *, inverse: bo
             query's position (technical report, arXiv 2606.19348, section 2.3.3).
 
     Raises:
-        ValueError: x has other positions than the table, or is narrower than R.
+        ValueError: x's [B, T] is not the table's, or x is narrower than R.
     """
     table, inverse = _as_table(table), as_bool("inverse", inverse)
     x, rope_dim = as_array("x", x, "B T *", table.cos.shape[:2]), 2 * table.cos.shape[-1]
     if x.ndim < 3 or x.shape[-1] < rope_dim:
-        raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim}, as the table, got shape {x.shape}")
+        raise ValueError(f"x: expected [B, T, ..., D] with D >= {rope_dim} to match the table, got shape {x.shape}")
     return rotate(x, table, inverse=inverse)
 
 
 def rotate(x: Array, table: RopeTable, *, inverse: bool = False) -> Array:
-    """`apply_rope`, for arguments that were checked."""
+    """`apply_rope` for checked arguments."""
     cos, sin = (array.reshape(*array.shape[:2], *(1,) * (x.ndim - 3), array.shape[2]) for array in table)
     if jax.typeof(x).manual_axis_type != jax.typeof(cos).manual_axis_type:
         x, cos, sin = varying((x, cos, sin), (x, cos, sin))
@@ -134,10 +134,10 @@ def _as_table(table: object) -> RopeTable:
 
 
 def _rotated(x: Array, cos: Array, sin: Array, *, inverse: bool) -> Array:
-    """One pass over whole vectors [..., D], of which the leading dims are kept; cos and sin [..., R / 2].
+    """Rotate vectors [..., D] in one pass, keeping the leading dims; cos and sin are [..., R / 2].
 
-    Shifts by a dim and a choice by parity stand for pairs. An axis of length 2 would cost TPUs, whose registers are
-    128 wide, 64 times its size, and a concatenation copies.
+    Each dim finds its partner by a shift of one dim, chosen by parity. An axis of length 2 for the pairs would take 64
+    times its size on TPUs, whose registers are 128 wide, and a concatenation would copy.
     """
     still = x.shape[-1] - 2 * cos.shape[-1]
     before = [(0, 0)] * (x.ndim - 1) + [(still, 0)]
@@ -151,16 +151,16 @@ def _rotated(x: Array, cos: Array, sin: Array, *, inverse: bool) -> Array:
 
 
 def _shifted(x: Array, by: int) -> Array:
-    """The last axis moved by `by` dims, zeros where nothing comes from."""
+    """Shift the last axis by `by` dims, filling with zeros."""
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(by, -by, 0)])
 
 
-# A primitive, since a rotation is linear and its transpose is its inverse: JAX's own transpose of the shifts is float32
-# arrays of x's size.
+# A primitive, since a rotation's transpose is its inverse: JAX's own transpose of the shifts would build float32 arrays
+# of x's size.
 _rope = Primitive("foveal_rope")
 _rope.def_impl(jax.jit(_rotated, static_argnames="inverse"))
 _rope.def_abstract_eval(lambda x, cos, sin, *, inverse: x)
-# Not jitted: as a function that is called, XLA for TPUs kept a tenth more of a layer's memory.
+# Not jitted: when lowered to a function call, a layer took a tenth more memory with XLA for TPUs.
 mlir.register_lowering(_rope, mlir.lower_fun(_rotated, multiple_results=False))
 
 
@@ -171,7 +171,7 @@ def _rope_transpose(cotangent: Any, x: Any, *table: Any, inverse: bool) -> list[
 
 
 def _rope_batch(operands: Sequence[Any], axes: Sequence[Any], *, inverse: bool) -> tuple[Any, int]:
-    """One more leading dim, of length 1 in what does not have it."""
+    """Move the batch dim to the front; operands without one get a leading dim of length 1."""
     size = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     moved = [
         jnp.expand_dims(a, 0) if axis is None else jnp.moveaxis(a, axis, 0)
@@ -182,7 +182,7 @@ def _rope_batch(operands: Sequence[Any], axes: Sequence[Any], *, inverse: bool) 
     return _rope.bind(*moved, inverse=inverse), 0
 
 
-# The table comes of integers, and has no tangents.
+# The table is computed from integers and has no tangents.
 ad.defjvp(_rope, lambda tangent, x, cos, sin, *, inverse: _rope.bind(tangent, cos, sin, inverse=inverse), None, None)
 ad.primitive_transposes[_rope] = _rope_transpose
 batching.primitive_batchers[_rope] = _rope_batch

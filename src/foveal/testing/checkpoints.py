@@ -1,4 +1,4 @@
-"""Small checkpoints in every dialect, FP8 included: to test with, and to try the loader without downloading a model."""
+"""Small checkpoints in every dialect, FP8 included, for tests and for trying the loader without a download."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def write_random_checkpoint(
     seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a checkpoint of attention layers with the random parameters of `expected_params`.
+    """Write a checkpoint of attention layers with the random parameters of `expected_params`.
 
     Args:
-        path: of a directory, which must not exist or be empty.
+        path: directory to write, which must not exist or be empty.
         config: of the model; `AttentionConfig.tiny()` by default.
-        layers: which of its layers to write; all by default.
-        dialect: whose names to give.
+        layers: indices of the layers to write; all by default.
+        dialect: the naming of the tensors.
         weights: "fp8" stores each tensor as the releases do: E4M3 with scales, bfloat16 or float32. "bfloat16" stores
-            in bfloat16 also what is FP8 there, "float32" everything in float32.
-        scales: of the FP8 blocks: "e8m0" as in the releases, "float32" as in their Base models.
-        seed: of the random numbers; every layer has others.
-        shard_bytes: how large a file may become.
+            the releases' FP8 tensors in bfloat16 too, "float32" stores everything in float32.
+        scales: dtype of the FP8 blocks' scales: "e8m0" as in the releases, "float32" as in their Base models.
+        seed: random seed; each layer draws different numbers from it.
+        shard_bytes: maximum size of a file.
 
     Raises:
-        ValueError: an argument is not one of those above, or something is at the path already.
+        ValueError: an argument has a value other than those above, or `path` exists and is not an empty directory.
         ImportError: safetensors is missing.
     """
     config = AttentionConfig.tiny() if config is None else config
@@ -59,12 +59,12 @@ def write_random_checkpoint(
 def expected_params(
     config: AttentionConfig, layer: int, *, weights: str = "fp8", scales: str = "e8m0", seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """What of `random_params` such a checkpoint holds, after the rounding of its dtypes.
+    """Parameters that such a checkpoint holds: those of `random_params`, rounded to the stored dtypes.
 
     Args:
         config: of the model.
         layer: the layer's index.
-        weights: as it was written.
+        weights: as in `write_random_checkpoint`.
         scales: likewise.
         seed: likewise.
 
@@ -83,7 +83,7 @@ def expected_params(
 
 
 def quantized(weight: np.ndarray, scales: str = "e8m0") -> tuple[np.ndarray, np.ndarray]:
-    """A weight in FP8, in blocks of 128 x 128 that use all of E4M3's range.
+    """Quantise a weight to FP8, in blocks of 128 x 128 that use all of E4M3's range.
 
     Args:
         weight: float32 [O, I].
@@ -121,7 +121,7 @@ def _rows(config: AttentionConfig, layer: int, seed: int) -> Iterator[tuple[Row,
 
 
 def _stored(row: Row, value: np.ndarray, weights: str, scales: str) -> tuple[np.ndarray, ...]:
-    """The tensor as the file holds it, and its scales where it has any."""
+    """The tensor as stored in the file, followed by its scales if it has any."""
     array = row.to_file(value)
     if weights == "float32":
         return (array,)

@@ -1,4 +1,4 @@
-"""What a CSA layer's indexer selects, and by how much: where rounding decides, two right layers may differ."""
+"""Selection of a CSA layer's indexer, and its margin: where rounding decides, two correct layers may differ."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from foveal.nn.memory import Fresh
 from foveal.typing import Array
 
 UNDECIDED = 1e-5
-"""A lead of a selected entry below this is rounding."""
+"""Leads of a selected entry below this may be due to rounding."""
 
 
 def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """What a CSA layer's indexer selects, and how clearly.
+    """Entries that a CSA layer's indexer selects, and the margin by which it does.
 
     Args:
         layer: a CSA layer.
@@ -27,9 +27,9 @@ def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Docum
         documents: of these rows.
 
     Returns:
-        int32 [B, S, K], the selected slots, -1 for none; and float32 [B, S], by how much the last selected entry
-        leads the best one left, relative to the query's largest score; infinite where none is left. Where the lead is
-        next to nothing, another order of summation may select another entry, and neither is wrong.
+        int32 [B, S, K], the selected slots, -1 for none; and float32 [B, S], the lead of the last selected entry over
+        the best one not selected, relative to the query's largest |score|; infinite where there is no such entry. Where
+        the lead is tiny, another order of summation may select another entry, and neither is wrong.
     """
     graph, state = nnx.split(layer)
     config = layer.config
@@ -50,7 +50,7 @@ def selected_entries(layer: CompressedAttention, x: np.ndarray, documents: Docum
 
 
 def _lead(scores: Array, visible: Array, top_k: int) -> Array:
-    """[B, S, C] -> [B, S]: see `selected_entries`."""
+    """Leads of scores, [B, S, C] -> [B, S]; see `selected_entries`."""
     if scores.shape[-1] <= top_k:
         return jnp.full(scores.shape[:2], jnp.inf, scores.dtype)
     best, _ = jax.lax.top_k(jnp.where(visible, scores, -jnp.inf), top_k + 1)

@@ -1,6 +1,6 @@
-"""Seeded inputs for tests: parameters, hidden states, packed rows, and values that cannot be confused.
+"""Seeded inputs for tests: parameters, hidden states, packed rows, and arrays of distinct values.
 
-Plain numpy, so that the same numbers come out whatever JAX's settings are. The parameters are scaled to make mistakes
+Plain NumPy, so that the numbers are the same whatever JAX's settings are. The parameters are scaled to make mistakes
 visible: outputs are of magnitude around 1, attention is far from uniform, sinks take a real share of the softmax, and
 no scale or bias is left at the neutral value of its initialisation.
 """
@@ -13,7 +13,7 @@ from foveal.layers import LayerSpec, LayerType
 
 
 def _kernel(rng: np.random.Generator, *shape: int, gain: float = 1.0) -> np.ndarray:
-    """Normal entries such that a unit input gives outputs of magnitude `gain`; the fan-in is the last axis but one."""
+    """Normal values such that a unit input gives outputs of magnitude `gain`; the fan-in is the second-to-last axis."""
     return rng.normal(size=shape) * (gain * shape[-2] ** -0.5)
 
 
@@ -36,12 +36,12 @@ def _compressor(
 def random_params(
     config: AttentionConfig, layer_type: LayerType, seed: int, dtype: DTypeLike = np.float32
 ) -> dict[str, np.ndarray]:
-    """Parameters of one attention layer, flat by name.
+    """Random parameters of one attention layer, as a flat dictionary by name.
 
     Args:
         config: the layer's configuration.
-        layer_type: which of the three layers it is.
-        seed: of the random numbers; every layer type draws others from the same seed.
+        layer_type: type of the layer.
+        seed: random seed; each layer type draws different numbers from it.
         dtype: of kernels and norm scales; sinks and position biases are never narrower than float32.
 
     Returns:
@@ -87,15 +87,15 @@ def random_hidden(seed: int, batch: int, length: int, hidden: int, dtype: DTypeL
 def random_segment_ids(seed: int, batch: int, length: int, *, max_document: int, padding: bool = True) -> np.ndarray:
     """Rows packed with documents of 1 to `max_document` tokens, at unaligned starts.
 
-    Ids are neither consecutive nor ascending and come back later in a row: only a maximal run of one nonzero id is a
-    document, and code that counts on anything else should fail.
+    Ids are neither consecutive nor ascending, and they recur later in a row: only a maximal run of one nonzero id is a
+    document, and code that relies on anything else should fail.
 
     Args:
-        seed: of the random numbers.
+        seed: random seed.
         batch: rows.
         length: tokens per row.
-        max_document: longest document.
-        padding: put runs of padding (id 0) at the left, at the right and in between, in some places and not in others.
+        max_document: length of the longest document.
+        padding: insert runs of padding (id 0) at random: at the left, at the right and in between.
 
     Returns:
         int32 [batch, length].
@@ -124,11 +124,11 @@ def random_segment_ids(seed: int, batch: int, length: int, *, max_document: int,
 
 
 def distinct_values(shape: tuple[int, ...], seed: int, dtype: DTypeLike = np.float32) -> np.ndarray:
-    """A shuffled ramp over (-1, 1) in which no value occurs twice, so that a gather from the wrong place shows.
+    """A shuffled ramp over (-1, 1) of distinct values, which reveals a gather from the wrong place.
 
     Args:
         shape: of the result.
-        seed: of the shuffle.
+        seed: random seed of the shuffle.
         dtype: of the result; float32 keeps up to 2^24 values distinct, bfloat16 only about 2^8.
 
     Returns:

@@ -1,12 +1,12 @@
-"""What counts as equal. Callers name a dtype, never a number.
+"""Tolerances that say what counts as equal. Callers name a dtype, never a number.
 
 float32: outputs elementwise at rtol = atol = 1e-5; a gradient at max |difference| <= 1e-5 max |expected| for each
 tensor, because gradients sum over many tokens and a small element carries the rounding of the large ones.
-float64: the same with 1e-11. bfloat16: the results are rounded to 8 bits and so are the steps between, so a bound
-per element says little; the whole tensor must agree in the L2 norm and in direction, and no single element may be
+float64: the same with 1e-11. bfloat16: results and intermediate steps are rounded to 8 bits, so a bound per element
+says little. The L2 norm of the difference must be small relative to the whole tensor's, and no single element may be
 off by more than a few roundings of the tensor's largest.
 
-Non-finite values must stand in the same places in all of them.
+For every dtype, non-finite values must be in the same places.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def tolerance(dtype: DTypeLike) -> Tolerance:
 
 
 def assert_close(actual: ArrayLike, expected: ArrayLike, dtype: DTypeLike, *, what: str = "output") -> None:
-    """Raises AssertionError unless an output computed in `dtype` is equal to what was expected, within its tolerance.
+    """Raise AssertionError unless an output computed in `dtype` equals the expected one within the dtype's tolerance.
 
     Args:
         actual: the result.
-        expected: of the same shape, ideally from a wider dtype.
-        dtype: what `actual` was computed in.
-        what: named in the message.
+        expected: the expected result, of the same shape, ideally computed in a wider dtype.
+        dtype: dtype that `actual` was computed in.
+        what: name of the output in the message.
     """
     limit = tolerance(dtype)
     got, want, finite = _aligned(actual, expected, what)
@@ -77,7 +77,7 @@ def assert_close(actual: ArrayLike, expected: ArrayLike, dtype: DTypeLike, *, wh
 
 
 def assert_gradients_close(actual: object, expected: object, dtype: DTypeLike) -> None:
-    """Raises AssertionError unless two trees of gradients are equal, within the tolerance of `dtype`, per tensor.
+    """Raise AssertionError unless each tensor of two trees of gradients is equal within the tolerance of `dtype`.
 
     A tensor that is expected to be zero must be exactly zero.
     """
@@ -93,7 +93,7 @@ def assert_gradients_close(actual: object, expected: object, dtype: DTypeLike) -
 
 
 def _aligned(actual: ArrayLike, expected: ArrayLike, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both as float64, non-finite values compared and set to zero, and where both are finite."""
+    """Both arrays as float64, with non-finite values compared and set to zero, and the mask of finite ones."""
     got, want = (np.asarray(a).astype(np.float64) for a in (actual, expected))
     if got.shape != want.shape:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")

@@ -1,4 +1,4 @@
-"""A layer's parameters as a flat dictionary, name to array, and back."""
+"""Conversion of a layer's parameters to a flat dictionary, name to array, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def get_params(module: nnx.Module) -> dict[str, Array]:
 
 
 def set_params(module: nnx.Module, params: Mapping[str, object]) -> None:
-    """Overwrites the module's parameters, each keeping its dtype.
+    """Overwrite the module's parameters; each keeps its dtype.
 
     Raises:
         ValueError: names are missing or unexpected, or a shape differs.

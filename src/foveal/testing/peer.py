@@ -1,7 +1,7 @@
-"""transformers' DeepSeek-V4 attention layer, to be compared with. Needs torch and transformers.
+"""transformers' DeepSeek-V4 attention layer, to compare with. Needs torch and transformers.
 
-It is an oracle for unpadded rows that start at position 0. Of a checkpoint it is given what torch reads, under the
-names that transformers' own rules make of those in the files: nothing of foveal's table, FP8 or layouts goes into it.
+It is an oracle for unpadded rows that start at position 0. It takes checkpoint tensors as torch reads them, renamed by
+transformers' own rules: nothing of foveal's name table, FP8 code or layouts goes into it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _BLOCK = 128
 
 
 def their_config(config: AttentionConfig, **others: Any) -> DeepseekV4Config:
-    """transformers' config of the same attention.
+    """transformers' config for the same attention.
 
     Args:
         config: ours.
-        others: fields that attention does not need, or that shall differ.
+        others: fields that attention does not need, or that override ours.
     """
     return DeepseekV4Config.from_dict(config.to_hf_config() | others)
 
 
 class Peer:
-    """transformers' layer.
+    """transformers' attention layer with given parameters.
 
     Args:
         config: of the model.
@@ -62,14 +62,14 @@ class Peer:
         return self.chunk(hidden, 0, None)
 
     def chunk(self, hidden: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
-        """Outputs for hidden states [1, T, E] from position `start`, behind what transformers' cache holds."""
+        """Outputs for hidden states [1, T, E] from position `start`, after the tokens in transformers' cache."""
         return self._run(self.module, hidden, start, cache)
 
     def _run(self, module: torch.nn.Module, hidden: torch.Tensor, start: int, cache: Any) -> torch.Tensor:
         return module(hidden, *self.inputs(hidden, start, cached=cache is not None), cache)[0]
 
     def inputs(self, hidden: torch.Tensor, start: int = 0, *, cached: bool = False) -> tuple[Any, ...]:
-        """What the module takes besides hidden states [1, T, E] from position `start`: RoPE, positions, a mask."""
+        """The module's other inputs for hidden states [1, T, E] from position `start`: RoPE, positions, a mask."""
         window = self.config.sliding_window
         first_key = max(start - window + 1, 0) if cached else 0
         positions = torch.arange(start, start + hidden.shape[1])[None]
@@ -84,7 +84,7 @@ class Peer:
 
         Args:
             hidden: float32 [1, S, E].
-            dtype: of the computation: parameters that transformers keeps in float32 stay so.
+            dtype: of the computation; parameters that transformers keeps in float32 stay float32.
 
         Returns:
             float32 [1, S, E]; and int [1, S, K], -1 for none, or None where the layer has no indexer.
@@ -109,22 +109,22 @@ class Peer:
 
 
 def peer_of_params(config: AttentionConfig, layer_type: LayerType, params: Mapping[str, np.ndarray]) -> Peer:
-    """transformers' layer with parameters of ours, given by dotted name."""
+    """transformers' layer with our parameters, given by dotted name."""
     return Peer(their_config(dataclasses.replace(config, layer_types=(layer_type,))), 0, peer_state(params))
 
 
 def peer_state(params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Parameters of ours, by dotted name, as transformers' module takes them."""
+    """Convert our parameters, by dotted name, to those of transformers' module."""
     return {peer_name(name): torch.tensor(peer_layout(name, value)) for name, value in params.items()}
 
 
 def peer_name(name: str) -> str:
-    """What transformers' module calls a parameter."""
+    """Name of our parameter in transformers' module."""
     return name.replace(".kernel", ".weight").replace(".scale", ".weight")
 
 
 def peer_layout(name: str, value: np.ndarray) -> np.ndarray:
-    """How transformers' module holds it: linear weights [out, in], the grouped one [G * out, in]."""
+    """Value of our parameter in transformers' layout: linear weights [out, in], the grouped one [G * out, in]."""
     if name == "o_a_proj.kernel":
         return value.transpose(0, 2, 1).reshape(-1, value.shape[1]).copy()
     return value.T.copy() if name.endswith(".kernel") else value
@@ -133,12 +133,12 @@ def peer_layout(name: str, value: np.ndarray) -> np.ndarray:
 def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, layer: int) -> Peer:
     """transformers' layer with a checkpoint's weights, in float32.
 
-    Its config is what transformers itself reads beside the weights; but of a `config.json` as DeepSeek's inference code
-    spells it, which transformers does not understand, it is made of ours.
+    Its config is the one that transformers reads beside the weights, or made from ours where `config.json` is in the
+    spelling of DeepSeek's inference code, which transformers does not understand.
 
     Args:
-        path: of the checkpoint.
-        config: of the model. `index_topk` is taken from it in any case.
+        path: path of the checkpoint.
+        config: of the model. `index_topk` is always taken from it.
         layer: the layer's index.
     """
     files = CheckpointFiles(path)
@@ -150,7 +150,7 @@ def peer_of_checkpoint(path: str | os.PathLike[str], config: AttentionConfig, la
     raw: dict[str, torch.Tensor] = {}
     prefix = f"layers.{layer}.self_attn."
     for name, file in files.where.items():
-        if f"layers.{layer}." not in name:  # the rules take their time, and there are 145,000 names in Pro
+        if f"layers.{layer}." not in name:  # the rules are slow, and Pro has 145,000 names
             continue
         renamed = apply_renamings(name, rules).removeprefix("model.")
         if renamed.startswith(prefix):

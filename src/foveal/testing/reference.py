@@ -1,13 +1,13 @@
-"""An independent reference for DeepSeek-V4 attention: slow, small, and obviously what the mathematics says.
+"""An independent reference for DeepSeek-V4 attention: slow, small, and a plain transcription of the mathematics.
 
 Written from the published description (DeepSeek-V4 technical report, arXiv 2606.19348, equations 9-23, and DeepSeek's
-public inference code) in plain `jax.numpy`. It shares nothing with the library but the configuration and on purpose
+public inference code) in plain `jax.numpy`. It shares only the configuration with the library and deliberately
 works differently: every document is cut out of its row and run alone from position 0, windows are lists of tokens,
-attention is one dense softmax. An answer that agrees with this one was reached along another road.
+attention is one dense softmax. A result that agrees with this one was computed independently.
 
 `segment_ids` must be concrete. All else is differentiable; the top-k selection is a constant. The arithmetic runs in
 the widest dtype among the inputs, at least float32: float64 inputs under `jax.enable_x64` stay float64 throughout. Each
-query holds its own copy of all keys, T * (T + T // m) * D numbers: meant for hundreds of tokens, not for thousands.
+query holds its own copy of all keys, T * (T + T // m) * D numbers: meant for hundreds of tokens, not thousands.
 
 Dimensions: B batch, S rows, T tokens of one document, E model width, H query heads, D head dim, R rope dims, G output
 groups, m compress ratio, n = T // m entries of one document, I indexer heads, J indexer head dim.
@@ -44,7 +44,7 @@ def _cast(dtype: np.dtype, params: Params, *arrays: ArrayLike) -> tuple[dict[str
 
 
 def reference_rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
-    """Angle per position of every rotated pair, with YaRN where asked for (DeepSeek-V4 has no "mscale").
+    """Angle per position of every rotated pair, with YaRN if configured (DeepSeek-V4 has no "mscale").
 
     Args:
         rope: theta and the optional YaRN constants.
@@ -76,7 +76,7 @@ def reference_rope_frequencies(rope: RopeConfig, rope_dim: int) -> np.ndarray:
 def reference_rope(
     x: ArrayLike, positions: ArrayLike, rope: RopeConfig, rope_dim: int, *, inverse: bool = False, time_axis: int = 0
 ) -> jax.Array:
-    """Rotates the trailing `rope_dim` dimensions of x in interleaved pairs (2i, 2i + 1) by position * frequency_i.
+    """Rotate the trailing `rope_dim` dimensions of x in interleaved pairs (2i, 2i + 1) by position * frequency_i.
 
     As in the published code the angle is a product in the working dtype: a float32 angle is off by about 4e-5 radians
     at position 1000.
@@ -99,7 +99,7 @@ def reference_rope(
     x = jnp.asarray(x).astype(dtype)
     positions = jnp.asarray(positions)
     if positions.ndim != 1 or positions.shape[0] != x.shape[time_axis]:
-        raise ValueError(f"positions: expected shape ({x.shape[time_axis]},), as x, got {positions.shape}")
+        raise ValueError(f"positions: expected shape ({x.shape[time_axis]},) to match x, got {positions.shape}")
     frequencies = jnp.asarray(reference_rope_frequencies(rope, rope_dim).astype(dtype))
     angles = positions.astype(dtype).reshape(-1, 1) * frequencies.reshape(1, -1)
     shape = [1] * x.ndim
@@ -125,9 +125,9 @@ def reference_entries(
 ) -> jax.Array:
     """The compressed entries of ONE document: softmax-gated window pooling, norm, RoPE at each window's first token.
 
-    The gate is a softmax over the window's tokens, for each feature alone (equations 9-12 and 20-23). With `overlap`
+    The gate is a softmax over the window's tokens, feature by feature (equations 9-12 and 20-23). With `overlap`
     the projections are twice as wide: a token's second half serves its own window, its first half the next one; the
-    first window of the document has no previous part.
+    first window of the document has no previous half.
 
     Args:
         params: the layer's parameters, flat; those under `prefix` are used.
@@ -150,7 +150,7 @@ def reference_entries(
     gate = _einsum("te,ef->tf", h, p[f"{prefix}.gate_proj.kernel"]).reshape(shape)
     bias = p[f"{prefix}.position_bias"].reshape(shape)
 
-    # Who takes part in window i, one by one: token, which of its halves, and its place in its own window.
+    # The members of window i: token, which of its halves, and its place in its own window.
     members = [
         [(i * ratio + j, halves - 1, j) for j in range(ratio)]
         + ([((i - 1) * ratio + j, 0, j) for j in range(ratio)] if overlap else [])
@@ -192,7 +192,7 @@ def reference_index_scores(params: Params, config: AttentionConfig, h: ArrayLike
 
 
 def reference_top_k(scores: ArrayLike, visible: ArrayLike, k: int) -> jax.Array:
-    """The k best visible entries of every query; of equal scores the lower slot wins.
+    """The k best visible entries of every query; among equal scores the lower slot wins.
 
     -0.0 equals 0.0, NaN is never selected, and no gradient passes.
 
@@ -209,7 +209,7 @@ def reference_top_k(scores: ArrayLike, visible: ArrayLike, k: int) -> jax.Array:
     selectable = jnp.asarray(visible) & ~jnp.isnan(scores)
     descending = jnp.where(selectable & (scores != 0), -scores, 0.0)  # -0.0 becomes 0.0
     slots = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32).reshape(1, -1), scores.shape)
-    # Last key first: selectable before not, higher score before lower, lower slot before higher.
+    # The last key is the primary one: selectable before not, higher score before lower, lower slot before higher.
     best = jnp.lexsort((slots, descending, ~selectable), axis=-1).astype(jnp.int32)[:, : min(k, n)]
     enough = jnp.arange(min(k, n)).reshape(1, -1) < jnp.sum(selectable, axis=-1, keepdims=True)
     ascending = jnp.sort(jnp.where(enough, best, n), axis=-1)
@@ -228,7 +228,7 @@ def reference_core_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """One dense softmax over raw keys, entries and the sink, for ONE row; keys are also the values.
 
-    A key that a query does not see is zeroed before it is multiplied: what it holds, NaN included, changes nothing.
+    Keys that a query does not see are zeroed before multiplication: what they hold, NaN included, has no effect.
 
     Args:
         q: [T, H, D].
@@ -332,12 +332,12 @@ def reference_attention(
     Args:
         params: the layer's parameters, flat ("compressor.kv_proj.kernel", ...); linear kernels are [in, out].
         config: the layer's configuration.
-        layer_type: which of the three layers it is.
+        layer_type: type of the layer.
         x: [B, S, E] hidden states.
         segment_ids: concrete integers [B, S]; 0 is padding, a document is a maximal run of one nonzero id.
             None: every row is one document.
         select: "top_k": a CSA layer uses the indexer's entries; "all": every visible one.
-        dtype: float32 or float64, to compute in; None: the widest dtype of x and params, at least float32.
+        dtype: dtype to compute in, float32 or float64; None: the widest dtype of x and params, at least float32.
 
     Returns:
         [B, S, E] in the working dtype; padding rows are zero.
@@ -371,10 +371,10 @@ def reference_attention(
 
 
 def reference_visibility(segment_ids: ArrayLike, sliding_window: int, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Who sees what, by brute force over documents, windows and queries.
+    """Visibility by brute force over documents, windows and queries.
 
-    The entry of the w-th complete window of a document that starts at row d lives in slot (d + w * m) // m; the queries
-    of that document from the window's last row on see it.
+    The entry of the w-th complete window of a document that starts at row d is in slot (d + w * m) // m. That
+    document's queries see it from the window's last row on.
 
     Args:
         segment_ids: concrete integers [B, S]; 0 is padding.

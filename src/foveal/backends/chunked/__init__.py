@@ -1,4 +1,4 @@
-"""Core attention tile by tile, in memory linear in S, on anything XLA compiles for."""
+"""Core attention tile by tile, in memory linear in S, on any device that XLA compiles for."""
 
 from foveal.backends.chunked.backend import Chunked
 

@@ -1,4 +1,4 @@
-"""The backend and its derivative rule."""
+"""The chunked backend and its derivative rule."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ONCE = "'chunked' is once differentiable, in reverse mode; use implementation='
 
 
 class Chunked(Backend):
-    """Tiles of queries against the keys they see; saves output and log-sum-exp, recomputes the rest."""
+    """Attention of tiles of queries to the keys they see. Saves output and log-sum-exp, recomputes the rest."""
 
     name = "chunked"
     quadratic = False
 
     def refusal(self, operands: Operands) -> str | None:
-        """It can do everything."""
+        """Return None: it can run any call."""
         del operands
         return None
 
@@ -37,9 +37,9 @@ class Chunked(Backend):
             return jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:3], operands.accumulation_dtype)
         arrays, structure = jax.tree.flatten(operands)
         plan = ChunkedPlan.for_operands(operands)
-        # Tiles are whole rows, and the backward pass takes the same queries again.
+        # Row-major: tiles take whole rows, and the backward pass takes the same queries again.
         arrays[0] = row_major(planned(q))
-        # Casts here, outside of the derivative rule, sum the gradient of what all devices of a mesh axis share.
+        # Cast outside of the derivative rule: the transpose sums the gradients of what devices of a mesh axis share.
         arrays = reverse_only(_ONCE, varying(arrays, arrays))
         return _attention(plan, structure, arrays)
 

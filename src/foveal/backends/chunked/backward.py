@@ -1,4 +1,4 @@
-"""The backward pass: every score is computed again from the saved log-sum-exp."""
+"""Backward pass: scores are recomputed, and weights follow from the saved log-sum-exp."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Gradients(NamedTuple):
-    """Of q in its own dtype, of all else in the accumulation dtype."""
+    """Gradients: of q in q's dtype, of everything else in the accumulation dtype."""
 
     q: Array
     kv: Array
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
 
 
 class _RowTerms(NamedTuple):
-    """A tile's part of what the gradient of a logit takes: see `RowGradients`."""
+    """A tile's terms in the gradients of its logits: see `RowGradients`."""
 
     q: Array
     d_out: Array
@@ -54,9 +54,9 @@ class _TileSums(NamedTuple):
     """Sums of a tile over its columns.
 
     Attributes:
-        q: the gradient of its queries, [B, T, H, D].
-        inner: sum_j p_j d_out . k_j, [B, T, H], where the output has been rounded: the sinks' gradient is made of
-            nothing else, and of the rounded output it would have no more digits than that. None where not needed.
+        q: gradient of its queries, [B, T, H, D].
+        inner: sum_j p_j d_out . k_j, [B, T, H], for the sinks' gradient where the output has been rounded: computed
+            from the rounded output, it would be no more accurate than that. None where not needed.
     """
 
     q: Array
@@ -102,7 +102,7 @@ def _rows(operands: Operands, tile: Tile) -> tuple[RowGradients, _RowTerms]:
     inner = _row_sums(d_out.astype(lse.dtype) * out.astype(lse.dtype))
     sinks = None if operands.sinks is None else operands.sinks[None, None]
     of_rows = row_gradients(inner, lse, d_lse, sinks, quiet)
-    q = jnp.where(jnp.isfinite(tile.q), tile.q, 0.0)  # of a silent query: its weights are zero, but 0 * NaN is not
+    q = jnp.where(jnp.isfinite(tile.q), tile.q, 0.0)  # a silent query has zero weights, but 0 * NaN is NaN
     d_out = jnp.where(quiet[..., None], 0.0, d_out)
     return of_rows, _RowTerms(q, d_out, of_rows.share, of_rows.lse, of_rows.offset)
 
@@ -133,7 +133,7 @@ _Totals = tuple[_TileSums, Array]
 def _entries(
     plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile, rows: _RowTerms, both: _Totals
 ) -> _Totals:
-    """`both` with what entries add, block by block or, of a tile that gathers, query by query."""
+    """Add the entries' part to `both`: block by block or, in a tile that gathers, query by query."""
     slots, steps = operands.entries.shape[1], entry_steps(plan, tile)
     selected = selected_slots(slots, tile, steps)
 
@@ -155,14 +155,14 @@ def _entries(
 def _gathered(
     plan: ChunkedPlan, operands: Operands, tile: Tile, rows: _RowTerms, part: Block, both: _Totals
 ) -> _Totals:
-    """`both` with what some queries' selected entries add."""
+    """Add the part of some queries' selected entries to `both`."""
     (sums, d_entries), fresh = both, part.take(tile.fresh, axis=0)
     mine, slots = part.take((rows, tile.slots))
     assert slots is not None
     columns = gathered_columns(operands, slots)
     columns = columns._replace(mask=columns.mask & fresh[None, :, None])
     more, d_keys = _own_columns(plan, tile, mine, columns, exact=sums.inner is not None)
-    # A masked column's gradient is zero, so that its slot may be any. Mapped over the batch, so that it stays sharded.
+    # A masked column's gradient is zero, so any slot will do. vmap over the batch keeps a sharded batch sharded.
     d_entries = jax.vmap(lambda total, slot, part: total.at[slot].add(part, mode="promise_in_bounds"))(
         d_entries, jnp.maximum(slots, 0), d_keys
     )
@@ -172,10 +172,10 @@ def _gathered(
 def _own_columns(
     plan: ChunkedPlan, tile: Tile, rows: _RowTerms, columns: Columns, *, exact: bool
 ) -> tuple[_TileSums, Array]:
-    """As `_columns`, of columns that each query has for itself.
+    """`_columns` where each query has columns of its own.
 
-    q and d_out are stacked, as are the gradients of the scores and the weights: in one matmul instead of two, since
-    these are small, a query's heads by its entries.
+    q and d_out are stacked, as are the gradients of the scores and the weights: one matmul instead of two, since each
+    is small, a query's heads by its entries.
     """
     keys, mask, narrow = columns.keys.rows, columns.mask[:, :, None], rows.q.dtype
     stacked_rows = jnp.stack([rows.q, rows.d_out], axis=2)
@@ -196,7 +196,7 @@ def _own_columns(
 def _columns(
     plan: ChunkedPlan, tile: Tile, rows: _RowTerms, columns: Columns, *, exact: bool
 ) -> tuple[_TileSums, Array]:
-    """What some columns add to a tile's sums (`inner` only if `exact`), and the gradient of their keys."""
+    """Sums of a tile over some columns (`inner` only if `exact`), and the gradient of their keys."""
     mask = (columns.mask & tile.fresh[None, :, None])[:, :, None]
     dots, d_weights = dot_keys(plan, rows.q, columns.keys), dot_keys(plan, rows.d_out, columns.keys)
     weights, narrow = _weights(plan, rows, mask, dots), rows.q.dtype
@@ -212,7 +212,7 @@ def _columns(
 
 
 def _weights(plan: ChunkedPlan, rows: _RowTerms, mask: Array, dots: Array) -> Array:
-    """exp(logit - lse), [B, T, H, N]; 0 where not seen."""
+    """Weights exp(logit - lse), [B, T, H, N]; 0 where masked."""
     logits = dots * plan.scale - rows.lse[..., None]
     return jnp.exp(jnp.where(mask, logits, plan.lowest))
 
@@ -220,17 +220,17 @@ def _weights(plan: ChunkedPlan, rows: _RowTerms, mask: Array, dots: Array) -> Ar
 def _score_gradients(
     plan: ChunkedPlan, rows: _RowTerms, mask: Array, weights: Array, d_weights: Array
 ) -> tuple[Array, Array]:
-    """Gradients of the dots of q, and p_j d_out . k_j, from weights p_j and dots of d_out: [B, T, H, N] each."""
-    # Of a key that is not seen the product may be infinite: its weight is zero, but 0 * inf is not.
+    """Gradients of q . k_j, and p_j d_out . k_j, from weights p_j and `d_weights` d_out . k_j: [B, T, H, N] each."""
+    # The product with a masked key may be infinite: its weight is zero, but 0 * inf is NaN.
     of_seen = jnp.where(mask, d_weights, 0.0)
     d_scores = weights * (of_seen * rows.share[..., None] + rows.offset[..., None]) * plan.scale
     return d_scores, weights * of_seen
 
 
 def _once(plan: ChunkedPlan, tile: Tile, like: Array, compute: Callable[[], T]) -> T:
-    """What `compute` returns, which XLA must not compute again for every use: see `ChunkedPlan.shield`.
+    """Return what `compute` returns, and keep XLA from computing it again for every use: see `ChunkedPlan.shield`.
 
-    It varies over the devices that `like` varies over.
+    The result varies over the manual axes that `like` varies over.
     """
     if not plan.shield:
         return compute()

@@ -1,4 +1,4 @@
-"""The forward pass: a streamed softmax."""
+"""Forward pass: an online softmax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from foveal.typing import Array
 
 
 class Softmax(NamedTuple):
-    """A softmax over the columns so far: their largest logit, sum of weights, weighted sum of keys."""
+    """State of the softmax over the columns so far: largest logit, sum of weights, weighted sum of keys."""
 
     peak: Array
     total: Array
@@ -46,8 +46,8 @@ def forward(plan: ChunkedPlan, operands: Operands) -> tuple[Array, Array]:
         state = _absorb(None, plan, tile.q, window_columns(plan, operands, sources, tile))
         if plan.entries in ("stream", "gather"):
             state = _absorb_entries(state, plan, operands, sources, tile)
-        # A weight of one is among the keys of a query that sees any, unless infinity in the query left none.
-        seen = state.total != 0.0  # true for NaN, which must show
+        # The largest weight of a query that sees a key is 1, unless an infinity in the query made all weights 0.
+        seen = state.total != 0.0  # true for NaN, which must propagate
         total = jnp.where(seen, state.total, 1.0)
         lse = state.peak + jnp.log(total)
         lost = ~seen | jnp.isnan(lse)
@@ -64,7 +64,7 @@ def forward(plan: ChunkedPlan, operands: Operands) -> tuple[Array, Array]:
 
 
 def _absorb_entries(state: Softmax, plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> Softmax:
-    """The softmax with entries in it, block by block or, of a tile that gathers, query by query."""
+    """Fold the entries into the softmax: block by block or, in a tile that gathers, query by query."""
     slots, steps = operands.entries.shape[1], entry_steps(plan, tile)
     selected = selected_slots(slots, tile, steps)
 
@@ -84,11 +84,11 @@ def _absorb_entries(state: Softmax, plan: ChunkedPlan, operands: Operands, sourc
 
 
 def _absorb(state: Softmax | None, plan: ChunkedPlan, q: Array, columns: Columns) -> Softmax:
-    """The softmax with more columns in it."""
+    """Fold more columns into the softmax."""
     logits = _masked_logits(plan, q, columns)
     peak = jnp.max(logits, axis=-1)
     peak = peak if state is None else jnp.maximum(peak, state.peak)
-    peak = jnp.where(peak <= plan.lowest, 0.0, peak)  # nothing seen yet: any number that is not low serves
+    peak = jnp.where(peak <= plan.lowest, 0.0, peak)  # nothing seen yet: any number far above `lowest` will do
     weights = jnp.exp(logits - peak[..., None])
     total = jnp.sum(weights, axis=-1)
     values = combine(plan, weights.astype(q.dtype), columns.keys)
@@ -99,27 +99,27 @@ def _absorb(state: Softmax | None, plan: ChunkedPlan, q: Array, columns: Columns
 
 
 def _masked_logits(plan: ChunkedPlan, q: Array, columns: Columns) -> Array:
-    """[B, T, H, N] in the accumulation dtype, `lowest` where unseen."""
+    """Logits [B, T, H, N] in the accumulation dtype, `lowest` where masked."""
     logits = dot_keys(plan, q, columns.keys) * plan.scale
     return jnp.where(columns.mask[:, :, None], logits, plan.lowest)
 
 
 def dot_keys(plan: ChunkedPlan, rows: Array, keys: Keys) -> Array:
-    """[B, T, H, D] times keys -> [B, T, H, N]. T and H stay apart: merged, they could not be sharded over heads."""
+    """Rows [B, T, H, D] times keys -> [B, T, H, N]. T and H are not merged, so that heads can be sharded."""
     if keys.transposed is not None:
         return contract(plan, rows, keys.transposed, ((3,), (1,)), ((0,), (0,)))
     return contract(plan, rows, keys.rows, ((3,), (3,)), ((0, 1), (0, 1)))
 
 
 def onto_keys(plan: ChunkedPlan, weights: Array, rows: Array, keys: Keys) -> Array:
-    """[B, T, H, N] and [B, T, H, D] -> the keys' shape, summed over who sees them."""
+    """Weights [B, T, H, N] and rows [B, T, H, D] -> the keys' shape, summed over a key's heads and queries."""
     if keys.transposed is not None:
         return contract(plan, weights, rows, ((1, 2), (1, 2)), ((0,), (0,)))
     return contract(plan, weights, rows, ((2,), (2,)), ((0, 1), (0, 1)))
 
 
 def combine(plan: ChunkedPlan, weights: Array, keys: Keys) -> Array:
-    """[B, T, H, N] times keys -> [B, T, H, D]."""
+    """Weights [B, T, H, N] times keys -> [B, T, H, D]."""
     if keys.transposed is not None:
         return contract(plan, weights, keys.rows, ((3,), (1,)), ((0,), (0,)))
     return contract(plan, weights, keys.rows, ((3,), (2,)), ((0, 1), (0, 1)))
@@ -129,8 +129,8 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def contract(plan: ChunkedPlan, left: Array, right: Array, over: Axes, batch: Axes) -> Array:
-    """A matmul accumulated in float32.
+    """Matmul accumulated in `plan.wide`.
 
-    Not einsum, which orders two contracted axes as it likes: transposing them costs as much as the matmul itself.
+    Not einsum, which may reorder two contracted axes: transposing them costs as much as the matmul itself.
     """
     return jax.lax.dot_general(left, right, (over, batch), precision=plan.precision, preferred_element_type=plan.wide)

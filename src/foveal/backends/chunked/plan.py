@@ -1,4 +1,4 @@
-"""How the work is cut: sizes known while tracing, by one rule."""
+"""Sizes of tiles and blocks, chosen at trace time by one rule."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from foveal.program import platform
 from foveal.typing import Precision, accumulation_dtype, lowest
 
 _ROWS = 256
-"""Rows of a tile's matmul, queries times heads. Fewer, and packing the operands tells; more, and a tile looks at more
-raw keys than its queries see, and its scores leave the cache."""
+"""Rows of a tile's matmul, queries times heads. With fewer, packing the operands dominates; with more, a tile reads
+more raw keys than its queries see, and its scores outgrow the cache."""
 
 _FEW_SLOTS = 96
-"""Up to so many slots are scored together with the window in one softmax; more are streamed in blocks."""
+"""Up to this many slots are scored together with the window in one softmax; more are streamed or gathered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +30,19 @@ class ChunkedPlan:
         entries: how entries are scored: "none", "few" (all slots together with the window), "stream" (block by
             block over the visible ones), or "gather" (each query's selected ones, and the visible ones where these
             are few).
-        stream_up_to: where entries are gathered, a tile that sees no more of them streams all the same.
-        gather_block: queries that gather at a time, a divisor of `query_block`: their keys should stay in the cache.
-        transpose: transpose all keys once for all tiles. Not where one tile has all queries, tokens that are decoded:
-            then that would cost as much as to attend to them.
-        scale: of the logits.
-        precision: of the matmuls.
-        wide: the dtype of logits, softmax and sums.
-        lowest: a logit of what is not seen, whose weight is exactly 0.
-        shield: keep XLA from computing the gradient of the scores twice, by a branch that is always taken: on CPUs
-            the second time, transposed, costs more than the matmul it feeds. Elsewhere a branch costs more.
-        slice_bits: slice bfloat16 arrays as 16-bit integers: on CPUs JAX before 0.11.2 has no bfloat16 slices and
-            widens a whole array, each time, to read or replace a part of it. Later on the detour costs a copy.
+        stream_up_to: with "gather", a tile that sees at most this many entries streams them instead.
+        gather_block: queries that gather at a time, a divisor of `query_block`: on CPUs one, whose keys stay in the
+            cache.
+        transpose: whether to transpose all keys once for all tiles. Not where one tile holds all queries, as in
+            decoding: it would cost as much as attending to them.
+        scale: factor on the logits.
+        precision: matmul precision.
+        wide: dtype of logits, softmax and sums.
+        lowest: logit of a masked key, whose weight is exactly 0.
+        shield: whether to keep XLA, by a branch that is always taken, from computing the gradient of the scores twice.
+            On CPUs the second time, transposed, costs more than the matmul it feeds; elsewhere the branch costs more.
+        slice_bits: whether to slice bfloat16 arrays as 16-bit integers. On CPUs, JAX before 0.11.2 widens the whole
+            array each time a slice is read or replaced; in later versions the detour costs a copy.
     """
 
     query_block: int
@@ -62,11 +63,11 @@ class ChunkedPlan:
     def for_operands(
         cls, operands: Operands, *, query_block: int | None = None, entry_block: int | None = None
     ) -> ChunkedPlan:
-        """The rule.
+        """Choose the sizes for a call.
 
-        T = 256 / H queries a tile, between 8 and 64. Entries are streamed by C / 8, between 32 and 128: half a block
-        is wasted a tile. Selected entries are gathered by tiles that see more than 3/2 K: the others take all they
-        see, masked, which costs no more, since the small matmuls of single queries run at two thirds of the rate.
+        T = 256 / H queries per tile, between 8 and 64. Entries are streamed in blocks of C / 8, between 32 and 128:
+        each tile wastes half a block. Tiles that see more than 3/2 K entries gather the selected ones; others stream
+        all they see, masked: no slower, since the small matmuls of single queries run at two thirds of the rate.
         """
         length, heads, slots = operands.q.shape[1], operands.q.shape[2], operands.entries.shape[1]
         selected = 0 if operands.indices is None else operands.indices.shape[2]

@@ -1,4 +1,4 @@
-"""A tile: some queries with all their heads, and the columns of keys that they look at."""
+"""Tiles: some queries with all their heads, and the columns of keys that they are scored with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def as_uint16(plan: ChunkedPlan, array: Array) -> Array:
-    """An array as tiles are to be sliced from it: bfloat16 as its bits where slicing it would widen all of it.
+    """Return bfloat16 arrays as their bits where `slice_bits` asks for it, for tiles to slice; others as they are.
 
-    Behind a barrier: of an array that is a constant of the program, XLA works out wrong bits.
+    Behind a barrier, since XLA computes wrong bits for an array that is a constant of the program.
     """
     if not (plan.slice_bits and array.dtype == jnp.bfloat16):
         return array
@@ -27,7 +27,7 @@ def as_uint16(plan: ChunkedPlan, array: Array) -> Array:
 
 
 def as_bfloat16(arrays: T) -> T:
-    """What was `stored`, alone or in a pytree; no other array here holds 16-bit integers."""
+    """Undo `as_uint16`, for an array or a pytree; no other array here holds 16-bit integers."""
     return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a, arrays)
 
 
@@ -36,10 +36,10 @@ def _as_bits(array: Array) -> Array:
 
 
 class Keys(NamedTuple):
-    """Keys for both matmuls: [B, N, D] to be summed and [B, D, N] to be scored.
+    """Keys for both matmuls: rows [B, N, D] for the weighted sum, transposed [B, D, N] for the scores.
 
     CPU matmuls are fastest this way. Transposing once for all tiles (`ChunkedPlan.transpose`) costs nothing, tile by
-    tile a tenth of the time. Gathered keys [B, T, N, D] belong to one query each: there `transposed` is None.
+    tile a tenth of the time. Gathered keys [B, T, N, D] belong to one query each; their `transposed` is None.
     """
 
     rows: Array
@@ -47,12 +47,12 @@ class Keys(NamedTuple):
 
     @classmethod
     def from_rows(cls, plan: ChunkedPlan, rows: Array) -> Keys:
-        """Keys [..., N, D], `stored`."""
+        """Store keys [..., N, D] for slicing (`as_uint16`)."""
         rows = as_uint16(plan, rows)
         return cls(rows, jnp.swapaxes(rows, -1, -2) if plan.transpose else None)
 
     def slice(self, start: Array, size: int) -> Keys:
-        """N = size of them, restored."""
+        """Slice `size` keys from `start` on, converted back to floats."""
         rows = as_bfloat16(jax.lax.dynamic_slice_in_dim(self.rows, start, size, axis=1))
         if self.transposed is None:
             return Keys(rows, jnp.swapaxes(rows, -1, -2))
@@ -60,17 +60,17 @@ class Keys(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """T queries.
+    """Tile of T queries.
 
     Attributes:
         rows: their rows.
-        fresh: bool [T], those that no other tile has.
+        fresh: bool [T], rows that no earlier tile has.
         ranges: what they see.
-        padding: bool [B or 1, T], those that see nothing: every other one sees its own key.
+        padding: bool [B or 1, T], queries that see nothing: every other one sees its own key.
         q: [B, T, H, D].
         slots: the slots that they selected, int32 [B, T, K], or None for all.
         tainted: bool [B, T], or None: see `Operands`.
-        saved: their rows of what else the pass takes.
+        saved: their rows of the other arrays that the pass needs.
     """
 
     rows: Block
@@ -84,16 +84,16 @@ class Tile(NamedTuple):
 
     @classmethod
     def at(cls, operands: Operands, rows: Block, *saved: Array) -> Tile:
-        """The queries at some rows, whose arrays [B, S, ...] may be `stored`."""
+        """Take the tile at some rows from arrays [B, S, ...], which may be bits (`as_uint16`)."""
         ranges = operands.visibility.tile(rows.start, rows.size)
         padding = ranges.window_end <= ranges.window_first
         fresh = rows.fresh
-        # In this order: with the queries first, XLA for CPUs takes 2 % longer for the backward pass in bfloat16.
+        # Saved arrays first: with the queries first, XLA for CPUs takes 2 % longer for the backward pass in bfloat16.
         saved, q, slots, tainted = as_bfloat16(rows.take((saved, operands.q, operands.indices, operands.tainted)))
         return cls(rows, fresh, ranges, padding, q, slots, tainted, saved)
 
     def put(self, arrays: T, rows: T) -> T:
-        """The arrays [B, S, ...], `stored` or not, with its rows replaced, in place under jit."""
+        """Replace the tile's rows of arrays [B, S, ...], which may be bits (`as_uint16`); in place under jit."""
 
         def as_in(array: Array, rows: Array) -> Array:
             return _as_bits(rows) if array.dtype == jnp.uint16 else rows.astype(array.dtype)
@@ -102,11 +102,11 @@ class Tile(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Keys that a tile is scored with in one matmul, and who sees which.
+    """Keys that a tile is scored with in one matmul, and their mask.
 
     Attributes:
-        block: which raw keys, or which slots; of window columns the raw keys alone, None where gathered.
-        keys: of [B, N, D], or of [B, T, N, D] where each query has its own.
+        block: the raw keys, or the slots; for window columns the raw keys alone, None for gathered ones.
+        keys: [B, N, D], or [B, T, N, D] where each query has its own.
         mask: bool [B or 1, T, N].
     """
 
@@ -123,7 +123,7 @@ class KeySources(NamedTuple):
 
 
 def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> Columns:
-    """The raw keys that end with the last query's own, followed by all entries where these are few."""
+    """Raw keys up to the last query's own, followed by all entries where these are few."""
     row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
     start = jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
     block, slots = Block(start, start, plan.window_columns), operands.entries.shape[1]
@@ -146,7 +146,7 @@ def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, t
 
 
 def selected_slots(count: int, tile: Tile, steps: EntrySteps) -> Array | None:
-    """bool [B, T, C], the slots that each query may use, or None for all; anything where a tile does not stream."""
+    """Mask [B, T, C] of the slots that each query may use, or None for all; arbitrary where a tile does not stream."""
     slots = tile.slots
     if slots is None or isinstance(steps.parts, int):
         return None if slots is None else membership(slots, count)
@@ -156,7 +156,7 @@ def selected_slots(count: int, tile: Tile, steps: EntrySteps) -> Array | None:
 
 
 def entry_columns(sources: KeySources, tile: Tile, selected: Array | None, block: Block) -> Columns:
-    """One block of entries; `selected` of `selected_slots`."""
+    """Columns of one block of entries; `selected` comes from `selected_slots`."""
     keys = sources.entries.slice(block.start, block.size)
     mask = tile.ranges.sees(block.start, block.size) & block.fresh[None, None]
     if selected is not None:
@@ -165,17 +165,17 @@ def entry_columns(sources: KeySources, tile: Tile, selected: Array | None, block
 
 
 class EntrySteps(NamedTuple):
-    """How a tile goes over the entries: streaming blocks [first, end), then gathering so many parts of its queries."""
+    """Loops of a tile over the entries: stream blocks [first, end), then gather for `parts` parts of its queries."""
 
     streamed: tuple[Array, Array]
     parts: Array | int
 
 
 def entry_steps(plan: ChunkedPlan, tile: Tile) -> EntrySteps:
-    """A tile either streams or gathers.
+    """Choose whether a tile streams or gathers its entries.
 
-    A tile gathers where its queries together, of all batch rows, span many slots. Two loops, one of which is empty,
-    serve better than a branch: with it XLA for CPUs copies what it adds to, and under `vmap` both sides are computed.
+    A tile gathers where its queries, over all batch rows, span many slots. Two loops, one of which is empty, are faster
+    than a branch: with a branch XLA for CPUs copies the arrays it adds to, and under `vmap` both sides are computed.
     """
     blocks = tile.ranges.slot_blocks(plan.entry_block)
     if plan.entries != "gather":
@@ -187,7 +187,7 @@ def entry_steps(plan: ChunkedPlan, tile: Tile) -> EntrySteps:
 
 
 def gathered_columns(operands: Operands, slots: Array) -> Columns:
-    """The selected entries of some queries, whose slots are [B, T, K]."""
+    """Columns of the entries that some queries selected, with slots [B, T, K]."""
     batch, size, count = slots.shape
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
     keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")

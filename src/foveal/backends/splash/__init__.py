@@ -1,4 +1,4 @@
-"""Core attention on Tokamax's Splash Attention kernels for TPUs. Nothing here imports Tokamax before it is used."""
+"""Core attention on Tokamax's Splash Attention kernels for TPUs. Tokamax is not imported before it is used."""
 
 from foveal.backends.splash.backend import Splash, SplashDynamic
 from foveal.backends.splash.blocks import SplashBlocks

@@ -1,8 +1,8 @@
 """Attention of a batch by the Splash kernels, and its derivative rule.
 
-Some heads at a time: what the kernels write beside their results, log-sum-exps 128 times over and partial sums of
-gradients, is then needed for those only. Sinks, padding and NaN are dealt with on the way, so that no array of the
-queries' size is held but the queries, the output and their gradients.
+The kernels take some heads at a time, and only for those does memory hold what they write besides their results:
+log-sum-exps repeated 128 times, and partial sums of gradients. Sinks, padding and NaN are handled along the way: the
+only arrays of the queries' size are the queries, the output and their gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from foveal.typing import Array, lowest
 
 
 def attend(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
-    """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H], on each device for its rows and heads."""
+    """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H]; each device computes its rows and heads."""
     if plan.sharding is None:
         return _attend(plan, operands)
     batch, _, heads = (*plan.sharding, None, None, None)[:3]
@@ -72,7 +72,7 @@ def _backward_rule(plan: SplashPlan, residuals: Any, cotangents: tuple[Array, Ar
     some_heads = backward_heads(plan.layout, operands.q)
     d_q, d_sinks, d_keys, d_values = _over_rows(plan, operands, _backward_row, some_heads, *by_head)
     d_kv, d_entries = key_gradients(plan, operands, d_keys, d_values)
-    nothing: Any = None  # for all of an argument, integers here, that has no gradient
+    nothing: Any = None  # the cotangent of arguments without gradient, here integers
     return (
         dataclasses.replace(
             operands,
@@ -91,20 +91,20 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 class _BatchRow(NamedTuple):
-    """What the heads of a batch row share."""
+    """Operands that all heads of a batch row share."""
 
     keys: Array
     values: Array
     segments: Any
-    mask: Array | None  # bool [rows, columns] where it is data
+    mask: Array | None  # bool [rows, columns], None if static
     padding: Array  # bool [S]
-    tainted: Array  # bool [S]: queries that see what was not finite
+    tainted: Array  # bool [S]: queries that see a non-finite key
 
 
 def _over_rows(
     plan: SplashPlan, operands: Operands, function: Callable[..., Any], some_heads: SomeHeads, *by_head: Array
 ) -> Any:
-    """`function(plan, masks, row, sinks, heads_per_call, *by_head)` of every batch row."""
+    """Map `function(plan, masks, row, sinks, heads_per_call, *by_head)` over the batch rows."""
     keys, values = key_arrays(plan, operands)
     padding = operands.visibility.documents.is_padding
     tainted = jnp.zeros_like(padding) if operands.tainted is None else operands.tainted
@@ -120,14 +120,14 @@ def _over_rows(
         masks = static if row.mask is None else kernel.dynamic_masks(row.mask, plan.call.blocks)
         return function(plan, masks, row, operands.sinks, heads_per_call, *by_head)
 
-    # JAX's emulator of TPUs has no batched kernels, and neither have lists of tiles that are data.
+    # Kernels cannot be batched in JAX's emulator of TPUs, nor with lists of tiles that are data.
     if plan.dynamic or plan.call.interpret or not some_heads.fit(batch * heads):
         return jax.lax.map(of_row, (shared, by_head))
     return jax.vmap(of_row)((shared, by_head))
 
 
 def _by_heads(function: Callable[..., Any], start: Any, heads_per_call: int, *arrays: Any) -> Any:
-    """`function(carry, *parts)` of some heads after others: the last carry, and results by head."""
+    """Scan `function(carry, *parts)` over groups of heads: the last carry, and the results by head."""
     heads = arrays[0].shape[0]
     parts = jax.tree.map(lambda a: a.reshape(heads // heads_per_call, heads_per_call, *a.shape[1:]), arrays)
     carry, results = jax.lax.scan(lambda carry, part: function(carry, *part), start, parts)
@@ -135,7 +135,7 @@ def _by_heads(function: Callable[..., Any], start: Any, heads_per_call: int, *ar
 
 
 def _padded(plan: SplashPlan, array: Array, value: float = 0.0) -> Array:
-    """Rows of one document made rows of the kernels: [H, S, ...] -> [H, padded rows, ...]."""
+    """Pad rows to those of the kernels: [H, S, ...] -> [H, padded rows, ...]."""
     more = plan.layout.padded_rows - plan.layout.rows
     return jnp.pad(array, ((0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)), constant_values=value)
 
@@ -143,7 +143,7 @@ def _padded(plan: SplashPlan, array: Array, value: float = 0.0) -> Array:
 def _forward_row(
     plan: SplashPlan, masks: Masks, row: _BatchRow, sinks: Array | None, heads_per_call: int, q: Array
 ) -> tuple[Array, Array]:
-    """Output [H, S, D] and log-sum-exp [H, S]; zeros for padding, NaN for what is lost."""
+    """Output [H, S, D] and log-sum-exp [H, S]; zeros for padding, NaN for what is not finite."""
 
     def group(carry: None, q: Array, sinks: Array | None) -> tuple[None, tuple[Array, Array]]:
         operands = RowOperands(_padded(plan, q), row.keys, row.values, row.segments)

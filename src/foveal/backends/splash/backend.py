@@ -1,4 +1,4 @@
-"""The two backends: a mask known while tracing, and one that is data."""
+"""The two Splash backends: a static mask, known at trace time, and a mask that is data."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Results = tuple[Array, Array]
 _NEEDS = "tokamax", "tpu"
 
 _MASK_LIMIT = 1 << 35
-"""Elements of a mask in memory, one batch row's, beyond which `splash_dynamic` refuses: 185000 rows."""
+"""Elements of one batch row's mask beyond which `splash_dynamic` refuses: 185000 rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _SplashBackend(Backend):
-    """What both share.
+    """Base of the two backends.
 
     Attributes:
-        blocks: sizes of tiles, or None for the table's (`SplashBlocks.for_shapes`).
+        blocks: sizes of tiles, or None for the defaults (`SplashBlocks.for_shapes`).
         interpret: emulate a TPU where there is none, very slowly: for tests.
     """
 
@@ -45,7 +45,7 @@ class _SplashBackend(Backend):
     has_cycles = True
 
     def refusal(self, operands: Operands) -> str | None:
-        """What keeps any Splash kernel from running."""
+        """Reason why no Splash kernel can run this call, or None."""
         if importlib.util.find_spec(_NEEDS[0]) is None:
             return missing("tokamax", "tpu")
         if platform() != "tpu" and not self.interpret:
@@ -55,13 +55,13 @@ class _SplashBackend(Backend):
         if operands.precision not in (None, "default", jax.lax.Precision.DEFAULT):
             return "its kernels have no choice of matmul precision"
         if operands.visibility.continues:
-            return "its masks are for keys of the same rows as the queries, not for a cache's"
+            return "its masks cover keys in the queries' own rows only, not those of a cache"
         return None
 
     def configure(
         self, *, heads: int, blocks: Sequence[int] | None = None, sharding: PartitionSpec | None = None
     ) -> _SplashBackend:
-        """See `Backend`; sizes are those of `SplashBlocks`: forward, backward, stacked heads."""
+        """See `Backend`; the sizes are those of `SplashBlocks`: forward, backward, stacked heads."""
         del sharding
         if blocks is None:
             return self
@@ -111,23 +111,23 @@ class _SplashBackend(Backend):
 
 
 def _left_to_xla(operands: Operands, cure: str) -> str | None:
-    """Why kernels cannot run that XLA would have to divide over devices."""
+    """Reason why the kernels cannot run if XLA would have to divide them over devices, or None."""
     axes = automatic_axes(operands)
     if not axes:
         return None
-    return f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: {cure} can"
+    return f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: use {cure}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Splash(_SplashBackend):
-    """Tokamax's Splash Attention with a mask known while tracing: sliding and HCA layers.
+    """Tokamax's Splash Attention with a static mask, known at trace time: for sliding and HCA layers.
 
-    Nothing of who sees what exists at run time but a list of the tiles that are not empty and the few distinct partial
-    ones; packed documents add one integer a row and key.
+    At run time the mask is only a list of non-empty tiles and the few distinct partial ones; packed documents add one
+    integer per row and per key.
 
     Attributes:
-        sharding: how q's axes [B, S, H, D] lie on the mesh in context, for `jax.shard_map`; None on one device, or
-            where every axis of the mesh is manual in a `shard_map` already. An axis over S is refused.
+        sharding: partition spec of q, [B, S, H, D], on the mesh in context, for `jax.shard_map`. None on one device, or
+            inside a `shard_map` where every mesh axis is manual. An axis over S or D is refused.
     """
 
     name = "splash"
@@ -136,12 +136,12 @@ class Splash(_SplashBackend):
     sharding: PartitionSpec | None = None
 
     def refusal(self, operands: Operands) -> str | None:
-        """Selected entries, unaligned documents and a mesh it is not told how to use, besides what no kernel can."""
+        """See `Backend`. Also refuses selected entries, unaligned documents and meshes that it cannot shard over."""
         refusal = super().refusal(operands)
         if refusal is not None:
             return refusal
         if operands.indices is not None:
-            return "which entries are selected is data, and its mask is known while tracing"
+            return "its mask is fixed at trace time, but the selected entries are data"
         documents, ratio = operands.visibility.documents, operands.visibility.compress_ratio
         if ratio and not documents.is_aligned(ratio):
             return (
@@ -167,7 +167,7 @@ class Splash(_SplashBackend):
         return dataclasses.replace(self, blocks=tiles, sharding=self.sharding if sharding is None else sharding)
 
     def build_masks(self, heads: int, visibility: Visibility) -> bool:
-        """The tiles of the mask: tracing a call then finds them done."""
+        """Build the tiles of the mask, which tracing a call then finds cached."""
         from foveal.backends.splash.operands import static_masks_of
 
         sizes, layout = self._sizes(heads, visibility, dynamic=False)
@@ -182,7 +182,7 @@ class Splash(_SplashBackend):
 
 
 def _devices_along(sharding: PartitionSpec | None, axis: int) -> int:
-    """Over how many devices of the mesh in context an axis is spread."""
+    """Number of devices of the mesh in context that an axis is sharded over."""
     names = sharding[axis] if sharding is not None and len(sharding) > axis else None
     names = names if isinstance(names, tuple) else () if names is None else (names,)
     return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
@@ -190,13 +190,13 @@ def _devices_along(sharding: PartitionSpec | None, axis: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SplashDynamic(_SplashBackend):
-    """Tokamax's Splash Attention with a mask that is data: any layer, any documents, at S x (S + C) bytes a row."""
+    """Splash Attention with a mask that is data: any layer, any documents, at S x (S + C) bytes per batch row."""
 
     name = "splash_dynamic"
     quadratic = True
 
     def refusal(self, operands: Operands) -> str | None:
-        """Masks of more than 2^35 elements and several devices, besides what no Splash kernel can."""
+        """See `Backend`. Also refuses masks of more than 2^35 elements, and several devices."""
         refusal = super().refusal(operands)
         if refusal is not None:
             return refusal
@@ -212,5 +212,5 @@ class SplashDynamic(_SplashBackend):
     def cycles(
         self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
     ) -> int | None:
-        """As `Splash.cycles`, where all visible entries are used: tiles that are not empty are the same ones then."""
+        """See `Splash.cycles`; holds where all visible entries are used: the non-empty tiles are then the same."""
         return self._cycles(schedules, q, visibility, dynamic=True)

@@ -7,18 +7,18 @@ import dataclasses
 from foveal.checks import as_int
 
 LANES = 128
-"""Blocks are whole vector registers wide."""
+"""Width of a vector register, which divides all block sizes."""
 
 _SIZES = (128, 256, 512, 1024)
 
 _TILE_BYTES = 20
-"""Scalar memory that Splash needs for one tile that is not empty."""
+"""Bytes of scalar memory that Splash needs per non-empty tile."""
 
 _SCALAR_MEMORY = 512 << 10
-"""Of the 1 MiB of scalar memory, what the list of tiles may take."""
+"""Bytes that the list of tiles may take of the 1 MiB of scalar memory."""
 
 _STACKED_HEADS, _STACKED_ROWS = 8, 1024
-"""What a tile of stacked heads may have at a head dim of 512: 2048 rows do not fit into VMEM."""
+"""Limits of a tile of stacked heads, for a head dim of 512: 2048 rows do not fit into VMEM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SplashBlocks:
         kv: keys of a forward tile.
         q_backward: queries of a backward tile.
         kv_backward: keys of a backward tile.
-        stacked_heads: query heads that a forward tile takes together: the shared keys are then loaded once for all of
-            them. 1 where Tokamax has no such tiles (before 0.0.17).
+        stacked_heads: query heads that a forward tile takes together, which load the shared keys once for all of them.
+            1 where Tokamax has no such tiles (before 0.0.17).
 
     Raises:
         ValueError: a size that is not a positive multiple of 128, or `stacked_heads` below 1.
@@ -44,7 +44,7 @@ class SplashBlocks:
     stacked_heads: int = 1
 
     def __post_init__(self) -> None:
-        """Checks every size; makes it a plain `int`."""
+        """Check every size, and make it a plain `int`."""
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 1 if field.name == "stacked_heads" else LANES
             size = as_int(field.name, value, least)
@@ -56,13 +56,13 @@ class SplashBlocks:
     def for_shapes(
         cls, length: int, slots: int, heads: int, *, sliding_window: int, can_stack: bool, dynamic: bool = False
     ) -> SplashBlocks:
-        """The table.
+        """Default sizes for these shapes.
 
-        Forward, keys in the smallest block whose list of tiles fits the scalar memory, for a window of 128 keys wastes
-        the least in small ones; queries as many, or 256 where heads are not stacked: 128 rows alone do not fill the
-        matrix unit. Backward, 256 by 256 at least, which a head dim of 512 still fits into VMEM: smaller ones compute
-        less but move the partial sums of the queries' gradient more often. The list of a mask that is data has every
-        tile, also the empty ones.
+        Forward: keys in the smallest blocks whose list of tiles fits the scalar memory, since a window of 128 keys
+        wastes least in small ones. As many queries, or at least 256 where heads are not stacked: 128 rows alone do not
+        fill the matrix unit. Backward: at least 256 by 256, which still fit into VMEM at a head dim of 512; smaller
+        ones compute less but move the partial sums of the queries' gradient more often. The list of a mask that is data
+        has every tile, even empty ones.
         """
 
         def stacked(rows: int) -> int:
@@ -87,6 +87,6 @@ class SplashBlocks:
 
 
 def _tiles(length: int, slots: int, sliding_window: int, q: int, kv: int) -> int:
-    """About how many tiles are not empty: the window's diagonal, and the triangle of the entries."""
+    """Approximate number of non-empty tiles: the window's diagonal, and the triangle of the entries."""
     rows = -(-length // q)
     return rows * (-(-(sliding_window + q) // kv) + 1) + rows * (-(-slots // kv) + 1) // 2

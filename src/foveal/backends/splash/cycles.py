@@ -18,12 +18,12 @@ from foveal.schedule import KernelSchedule
 def kernel_cycles(schedules: Sequence[KernelSchedule], mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int | None:
     """Bundles that one core issues in all Splash kernels of a program, for queries like `q` [B, S, H, D].
 
-    None if there is no such kernel. Each conditional part of a kernel's step is executed as often as the list of tiles
-    says; Tokamax has them in this order: the first tile of a row of blocks (of a column, for the gradients of keys),
-    tiles without and with a mask, the last tile of a row.
+    None if there is no such kernel. The list of tiles says how often each conditional part of a kernel's step runs.
+    Tokamax has the parts in this order: the first tile of a row of blocks (of a column, for the gradients of keys),
+    tiles without a mask, tiles with one, the last tile of a row.
 
     Raises:
-        ValueError: kernels with other conditional parts than Tokamax's.
+        ValueError: the kernels do not have Tokamax's conditional parts.
     """
     cycles = {"splash_mqa_fwd_residuals": _forward, "splash_mqa_dkv_no_residuals": _backward}
     named = [(cycles.get(schedule.name.split(".")[0]), schedule) for schedule in schedules]
@@ -32,7 +32,7 @@ def kernel_cycles(schedules: Sequence[KernelSchedule], mask: HCAStaticMask, bloc
 
 
 class _Tiles(NamedTuple):
-    """How many there are: in total, without and with a mask; and rows of them (columns, for the gradients of keys)."""
+    """Numbers of tiles: in total, without and with a mask; and of their rows (columns, for the gradients of keys)."""
 
     total: int
     full: int
@@ -52,7 +52,7 @@ def _forward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks
 
 
 def _backward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlocks, q: Any) -> int:
-    """The first head of those that a call takes writes the keys' gradients, and the others add to them."""
+    """Bundles of the backward kernel: the first head of a call writes the keys' gradients, the others add to them."""
     tiles = _Tiles.from_mask_info(static_mask_info(mask, blocks.q_backward, blocks.kv_backward, is_dkv=True))
     heads_per_call = backward_heads(mask.layout, q).heads_per_call(q.shape[2])
     calls = q.shape[0] * q.shape[2] // heads_per_call
@@ -64,9 +64,9 @@ def _backward(schedule: KernelSchedule, mask: HCAStaticMask, blocks: SplashBlock
 
 
 def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:
-    """What comes after the kernel's own conditional parts are copies of results that are small enough to stay in VMEM.
+    """Bundles of a kernel; parts after its own conditional ones only copy results small enough to stay in VMEM.
 
-    A tile with a mask takes about as much as one without: if not, these are not the parts that they are taken for.
+    A tile with a mask takes about as much as one without: if not, these are not the expected parts.
     """
     parts = schedule.branches[: len(counts)]
     if len(parts) != len(counts) or schedule.inner_loops or not 0.5 <= parts[2] / parts[1] <= 2:

@@ -1,4 +1,4 @@
-"""How many heads the kernels take at a time."""
+"""Number of heads that the kernels take at a time."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from foveal.backends.splash.blocks import LANES, SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 
 _AT_A_TIME = 1 << 30
-"""Bytes that the kernels of some heads may take for themselves, besides the arrays of all heads.
+"""Bytes that the kernels may use per call for its heads, besides the arrays of all heads.
 
-A tile of stacked heads may need more, and one head of a very long row."""
+A tile of stacked heads, or one head of a very long row, may need more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SomeHeads:
-    """A kernel's need of memory.
+    """Memory that a kernel needs for its heads.
 
     Attributes:
-        head_bytes: of one head.
-        stacked: heads of a tile, which stay together.
+        head_bytes: bytes per head.
+        stacked: heads per tile, which stay together.
     """
 
     head_bytes: int
     stacked: int = 1
 
     def fit(self, heads: int) -> bool:
-        """Whether so many heads have space together."""
+        """Whether this many heads fit at a time."""
         return heads * self.head_bytes <= _AT_A_TIME
 
     def heads_per_call(self, heads: int) -> int:
-        """The largest divisor of `heads` that has space, in whole tiles; a tile at least."""
+        """Largest divisor of `heads` that fits, in whole tiles; at least one tile."""
         least = self.stacked if heads % self.stacked == 0 else 1
         return max((n for n in range(least, heads + 1, least) if heads % n == 0 and self.fit(n)), default=least)
 
 
 def forward_heads(layout: KeyLayout, blocks: SplashBlocks, q: Any) -> SomeHeads:
-    """Of a head its queries and output, and its log-sum-exps and largest logits, which come 128 times over."""
+    """Forward kernel, per head: queries, output, and log-sum-exps and largest logits, each repeated 128 times."""
     vector = q.shape[-1] * q.dtype.itemsize
     return SomeHeads(layout.padded_rows * (2 * vector + 2 * 4 * LANES), blocks.stacked_heads)
 
 
 def backward_heads(layout: KeyLayout, q: Any) -> SomeHeads:
-    """Of a head three partial sums of the queries' gradient, and the sum; its queries and the output's gradient."""
+    """Backward kernel, per head: three partial sums of d_q and their sum, the queries, the output's gradient."""
     return SomeHeads(layout.padded_rows * 6 * q.shape[-1] * q.dtype.itemsize)

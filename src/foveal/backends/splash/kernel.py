@@ -25,10 +25,10 @@ CAN_STACK_HEADS = "num_stacked_q_heads" in inspect.signature(splash.SplashConfig
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static in a call.
+    """Static parameters of a call.
 
     Attributes:
-        blocks: sizes.
+        blocks: sizes of tiles.
         interpret: emulate a TPU.
     """
 
@@ -37,15 +37,15 @@ class Call:
 
     @property
     def config(self) -> splash.SplashConfig:
-        """Tokamax's form of it.
+        """Tokamax's configuration for the call.
 
-        Natural exponentials: base 2 would scale the queries once more, in their own dtype. Three sums of query
-        gradients: without, there is one for each block of keys.
+        Natural exponentials: base 2 would scale the queries once more, in their own dtype. Three partial sums of the
+        queries' gradient: otherwise there would be one per block of keys.
         """
         size, more = self.blocks, {}
         if CAN_STACK_HEADS:
             more["num_stacked_q_heads"] = size.stacked_heads
-        # Tokamax's own `interpret=True` returns wrong gradients together with three sums.
+        # Tokamax's own `interpret=True` returns wrong gradients with three partial sums.
         interpret: Any = pltpu.InterpretParams() if self.interpret else False
         return splash.SplashConfig(
             block_q=size.q,
@@ -61,14 +61,14 @@ class Call:
 
 
 class Masks(NamedTuple):
-    """What the forward and the backward kernel look at."""
+    """Tile lists of a mask, for the forward and the backward kernel."""
 
     forward: MaskInfo
     backward: MaskInfo
 
 
 def static_masks(mask: HCAStaticMask, blocks: SplashBlocks) -> Masks:
-    """Of a mask known while tracing: constants of the program."""
+    """Tile lists of a static mask: constants of the program."""
     forward = static_mask_info(mask, blocks.q, blocks.kv)
     backward = static_mask_info(mask, blocks.q_backward, blocks.kv_backward, is_dkv=True)
     return Masks(jax.tree.map(jnp.asarray, forward), jax.tree.map(jnp.asarray, backward))
@@ -76,13 +76,13 @@ def static_masks(mask: HCAStaticMask, blocks: SplashBlocks) -> Masks:
 
 @contextlib.contextmanager
 def _promotion() -> Iterator[None]:
-    """Tokamax mixes dtypes and ranks; whoever forbids that to their own code must not be stopped by it."""
+    """Allow Tokamax to mix dtypes and ranks, even where the user's configuration forbids it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def dynamic_masks(mask: Array, blocks: SplashBlocks) -> Masks:
-    """Of a mask bool [rows, columns] that is data."""
+    """Tile lists of a mask that is data, bool [rows, columns]."""
     process = splash.mask_info_lib._process_dynamic_mask
     with _promotion():
         return Masks(
@@ -92,7 +92,7 @@ def dynamic_masks(mask: Array, blocks: SplashBlocks) -> Masks:
 
 
 class RowOperands(NamedTuple):
-    """The arrays of one batch row: queries [H, rows, D], keys and values [columns, D], documents' ids or None."""
+    """Operands of one batch row: queries [H, rows, D], keys and values [columns, D], segment ids or None."""
 
     q: Array
     keys: Array
@@ -101,15 +101,15 @@ class RowOperands(NamedTuple):
 
 
 def segment_ids(rows: Array, columns: Array) -> base.SegmentIds:
-    """Tokamax's form of int32 ids [..., rows] and [..., columns]: only equal ones see each other."""
+    """Tokamax's segment ids, from int32 [..., rows] and [..., columns]: only equal ones see each other."""
     return base.SegmentIds(rows, columns)
 
 
 def forward(call: Call, info: MaskInfo, operands: RowOperands) -> tuple[Array, Array]:
     """Output [H, rows, D] in q's dtype and log-sum-exp float32 [H, rows], without sinks.
 
-    Every row must see something. The kernel writes each log-sum-exp 128 times over, and the largest logit too: at a
-    head dim of 512 half of what the output takes.
+    Every row must see something. The kernel writes each log-sum-exp 128 times, and each largest logit too: at a head
+    dim of 512 half of what the output takes.
     """
     kernel: Any = splash.SplashAttentionKernel(
         info,
@@ -132,8 +132,8 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values: a logit's is exp(logit - lse) (d_out . v + offset).
 
-    Splash itself takes no gradient of the log-sum-exp; its kernel does, within the offset. A lse beyond all logits
-    leaves a row without any. The kernel keeps three partial sums of the queries' gradient.
+    Splash itself takes no gradient of the log-sum-exp; its kernel does, as part of the offset. A row whose lse is far
+    above all its logits gives no gradient. The kernel keeps three partial sums of the queries' gradient.
     """
     size = call.blocks
     with _promotion():
@@ -158,6 +158,6 @@ def backward(
 
 
 def _share_of_blocks(info: MaskInfo, operands: RowOperands, block_q: int, block_kv: int) -> float:
-    """Of the blocks, those that are not empty, for XLA's cost estimate; 1 where that is data."""
+    """Share of non-empty blocks, for XLA's cost estimate; 1 where the mask is data."""
     blocks = operands.q.shape[1] // block_q * (operands.keys.shape[0] // block_kv)
     return 1.0 if info.block_mask is None else min(np.prod(info.block_mask.shape) / blocks, 1.0)

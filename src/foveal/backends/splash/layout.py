@@ -1,4 +1,4 @@
-"""Where raw keys and entries stand among the columns of one key array."""
+"""Positions of raw keys and entries in the columns of one key array."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """Rows of queries, and columns [window keys | padding | entries | padding].
+    """Layout of rows of queries, and of columns [window keys | padding | entries | padding].
 
-    The window part has a column for every padded row, so that each padded row can see its own and none sees nothing:
-    Splash leaves the output of a block of queries that see nothing uninitialised.
+    The window part has a column for every padded row, so each padded row sees its own column. Every row must see
+    something: Splash leaves the output of a block of queries that see nothing uninitialised.
 
     Attributes:
-        rows: S, the true length.
-        slots: C, the entries; 0 for none.
+        rows: S, the length without padding.
+        slots: C, the number of entries; 0 for none.
         padded_rows: rows with padding.
         entry_start: column of the first entry.
-        columns: with padding.
+        columns: columns with padding.
     """
 
     rows: int
@@ -28,9 +28,9 @@ class KeyLayout:
 
     @classmethod
     def for_shapes(cls, rows: int, slots: int, q_block: int, kv_block: int) -> KeyLayout:
-        """The least padding that `q_block` and `kv_block` divide, with the entries at the start of a block.
+        """Layout with the least padding to multiples of `q_block` and `kv_block`; entries start a block.
 
-        Three blocks of columns at least: with fewer, Tokamax 0.0.12's backward kernel reads sums before they are
+        At least three blocks of columns: with fewer, Tokamax 0.0.12's backward kernel reads sums before they are
         written.
         """
         padded_rows = _up(rows, q_block)

@@ -1,4 +1,4 @@
-"""Who sees what in an unpacked row, as a Splash Attention mask known while tracing."""
+"""Visibility in an unpacked row, as a Splash Attention mask known at trace time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from foveal.geometry import complete_windows, window_first
 
 @dataclasses.dataclass(frozen=True)
 class HCAStaticMask(Mask):
-    """Rows of queries against columns [window keys | padding | entries | padding]; `mask[rows, columns]` are bools.
+    """Mask of query rows by columns [window keys | padding | entries | padding]; `mask[rows, columns]` is bool.
 
-    A real row sees the last `sliding_window` rows and the entries of the windows complete by then, as `Visibility` has
-    it for a row that is one document; a padded row exactly its own column. Nothing is inferred from shapes. Two masks
-    of the same numbers are equal and hash alike.
+    A real row sees the last `sliding_window` rows and the entries of the windows complete by then, like `Visibility` of
+    a row that is one document. A padded row sees only its own column. Nothing is inferred from shapes. Two masks of the
+    same numbers are equal and hash alike.
 
     Attributes:
         layout: where rows, raw keys and entries stand.
@@ -25,7 +25,7 @@ class HCAStaticMask(Mask):
         compress_ratio: m; 0 without entries.
 
     Raises:
-        ValueError: a layout in which a padded row has no column, or with other entries than rows // compress_ratio.
+        ValueError: a layout in which a padded row has no column, or whose slots are not rows // compress_ratio.
     """
 
     layout: KeyLayout
@@ -33,7 +33,7 @@ class HCAStaticMask(Mask):
     compress_ratio: int
 
     def __post_init__(self) -> None:
-        """Checks that the numbers fit each other."""
+        """Check that the numbers fit each other."""
         at, ratio = self.layout, self.compress_ratio
         slots = at.rows // ratio if ratio else 0
         if at.slots != slots:
@@ -43,16 +43,16 @@ class HCAStaticMask(Mask):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Padded rows and columns."""
+        """Numbers of padded rows and of columns."""
         return self.layout.padded_rows, self.layout.columns
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        """Bools of a slice of rows and a slice of columns."""
+        """Bool array of a slice of rows and a slice of columns."""
         row, column = (np.arange(size)[part] for part, size in zip(index, self.shape, strict=True))
         return self.at(row[:, None], column[None, :])
 
     def at(self, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """Bools for integer arrays of rows and columns that broadcast against each other."""
+        """Bool array at integer rows and columns, which broadcast against each other."""
         real = row < self.layout.rows
         seen = (column >= window_first(row, self.sliding_window)) & (column <= row)
         if self.compress_ratio:

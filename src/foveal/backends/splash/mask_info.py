@@ -1,6 +1,6 @@
-"""Which blocks of a static mask are empty, partial or full, by arithmetic.
+"""Empty, partial and full blocks of a static mask, found by arithmetic.
 
-Tokamax evaluates the mask everywhere to find out, which takes the host minutes for long rows. Here only the distinct
+Tokamax evaluates the whole mask to find them, which takes the host minutes for long rows. Here only the distinct
 partial blocks are evaluated: a few hundred, however long the row.
 """
 
@@ -19,7 +19,7 @@ _PARTIAL, _FULL = 1, 2
 
 
 class _MaskBlocks(NamedTuple):
-    """Blocks that are not empty, in order of rows, then columns: int arrays of one length."""
+    """Non-empty blocks, in order of rows, then columns: int arrays of one length."""
 
     row: np.ndarray
     column: np.ndarray
@@ -28,14 +28,14 @@ class _MaskBlocks(NamedTuple):
 
 @functools.lru_cache(maxsize=12)  # as many as Tokamax keeps: layers of a model share a mask
 def static_mask_info(mask: HCAStaticMask, block_q: int, block_kv: int, *, is_dkv: bool = False) -> MaskInfo:
-    """What Tokamax's own `_process_mask` finds, in NumPy arrays.
+    """Tile list of a static mask, as Tokamax's own `_process_mask` makes it, in NumPy arrays.
 
     Args:
-        mask: the mask; its padded rows are a multiple of `block_q`, its columns and the first entry's of `block_kv`.
-        block_q: queries of a block.
-        block_kv: keys of a block.
-        is_dkv: for the backward kernel: blocks in order of columns, transposed, with one that does nothing for each
-            column of blocks that nobody sees, since its gradient must be written too.
+        mask: the mask; `block_q` divides its padded rows, `block_kv` its columns and the first entry's column.
+        block_q: queries per block.
+        block_kv: keys per block.
+        is_dkv: for the backward kernel: transposed blocks in order of columns, with an empty one for each column of
+            blocks that no row sees, since its gradient must be written too.
 
     Raises:
         ValueError: block sizes that do not divide the mask.
@@ -75,12 +75,12 @@ def static_mask_info(mask: HCAStaticMask, block_q: int, block_kv: int, *, is_dkv
 
 
 def _classify(mask: HCAStaticMask, block_q: int, block_kv: int) -> _MaskBlocks:
-    """A block's rows see one range of raw keys between them, and the entries from the first on."""
+    """Find the non-empty blocks: a block's rows together see one range of raw keys, and a prefix of the entries."""
     at = mask.layout
     first_row = np.arange(0, at.padded_rows, block_q)
     last_row = first_row + block_q - 1
     last_real = np.minimum(last_row, at.rows - 1)
-    padded = last_row >= at.rows  # their own columns follow on those of the last real row
+    padded = last_row >= at.rows  # their own columns follow those of the last real row
     first_seen = np.where(first_row < at.rows, np.maximum(window_first(first_row, mask.sliding_window), 0), first_row)
     window = _expand(first_seen // block_kv, last_row // block_kv + 1)
 
@@ -99,12 +99,12 @@ def _classify(mask: HCAStaticMask, block_q: int, block_kv: int) -> _MaskBlocks:
     everyone = complete_windows(first_row, mask.compress_ratio)[entries.row] >= slots_before_end
     entries = entries._replace(state=np.where(everyone & ~padded[entries.row], _FULL, _PARTIAL))
     both = _MaskBlocks(*(np.concatenate(parts) for parts in zip(window, entries, strict=True)))
-    order = np.argsort(both.row, kind="stable")  # entries stand right of the window
+    order = np.argsort(both.row, kind="stable")  # entries are to the right of the window
     return _MaskBlocks(*(part[order] for part in both))
 
 
 def _expand(first: np.ndarray, end: np.ndarray) -> _MaskBlocks:
-    """Columns [first, end) of each row of blocks; states to be filled in."""
+    """Blocks in columns [first, end) of each row of blocks, with states to be filled in."""
     counts = end - first
     row = np.repeat(np.arange(len(first)), counts)
     column = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
@@ -114,7 +114,7 @@ def _expand(first: np.ndarray, end: np.ndarray) -> _MaskBlocks:
 def _distinct(
     mask: HCAStaticMask, blocks: _MaskBlocks, partial: np.ndarray, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each partial block the number of its content, in order of first appearance, and the contents."""
+    """Number of each partial block's content, in order of first appearance, and the distinct contents."""
     row, column = blocks.row[partial] * block_q, blocks.column[partial] * block_kv
     _, example, kind = np.unique(_kinds(mask, row, column, block_q), axis=0, return_index=True, return_inverse=True)
     by_content: dict[bytes, int] = {}
@@ -129,9 +129,9 @@ def _distinct(
 
 
 def _kinds(mask: HCAStaticMask, row: np.ndarray, column: np.ndarray, block_q: int) -> np.ndarray:
-    """int [N, 4]: blocks alike in these numbers have one content.
+    """Numbers, int [N, 4], that determine a block's content.
 
-    What counts is the distance between rows and columns, and for entries how far into a window the first row is.
+    They are mainly the distance between rows and columns and, for entries, how far into a window the first row is.
     """
     at, ratio = mask.layout, max(mask.compress_ratio, 1)
     is_entry = column >= at.entry_start
@@ -141,13 +141,13 @@ def _kinds(mask: HCAStaticMask, row: np.ndarray, column: np.ndarray, block_q: in
 
 
 def _next_partial(ids: np.ndarray) -> np.ndarray:
-    """At each block the number of the partial one that is loaded next: its own, a later one's, or the first one's."""
+    """For each block, the number of the partial one that is loaded next: its own, a later one's, or the first one's."""
     where = np.flatnonzero(ids >= 0)
     following = np.searchsorted(where, np.arange(len(ids)))
     return ids[where[np.where(following == len(where), 0, following)]]
 
 
 def _smallest(array: np.ndarray) -> np.ndarray:
-    """In the smallest of int8, int16 and int32 that holds it, as Tokamax does: scalar memory is scarce."""
+    """Cast to the smallest of int8, int16 and int32 that holds the values, as Tokamax does: scalar memory is scarce."""
     highest = array.max(initial=0)
     return array.astype(next(t for t in (np.int8, np.int16, np.int32) if highest <= np.iinfo(t).max))

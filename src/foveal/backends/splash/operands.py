@@ -1,4 +1,4 @@
-"""What the Splash kernels take: keys, documents' ids and masks of whole batches."""
+"""Operands of the Splash kernels: keys, segment ids and masks of whole batches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from foveal.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class SplashPlan:
-    """What is static.
+    """Static parameters.
 
     Attributes:
-        call: of the kernels.
-        layout: of rows and columns.
+        call: parameters of the kernels.
+        layout: positions of rows and columns.
         dynamic: whether the mask is data.
-        sharding: of q [B, S, H, D] over the mesh in context, or None.
+        sharding: sharding of q [B, S, H, D] over the mesh in context, or None.
     """
 
     call: Call
@@ -37,7 +37,7 @@ class SplashPlan:
 def key_arrays(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     """Keys and values [B, columns, D]: raw tokens and entries, the keys scaled.
 
-    The kernels do not scale logits. Scaled queries would copy the largest array there is; keys are one head's.
+    The kernels do not scale logits. Scaling the queries would copy the largest array; the keys are of one head.
     """
     layout = plan.layout
     values = jnp.pad(operands.kv, ((0, 0), (0, layout.entry_start - layout.rows), (0, 0)))
@@ -48,7 +48,7 @@ def key_arrays(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
 
 
 def key_gradients(plan: SplashPlan, operands: Operands, d_keys: Array, d_values: Array) -> tuple[Array, Array]:
-    """Gradients of kv and entries from float32 ones of keys and values: `key_arrays` backwards, rounded once."""
+    """Gradients of kv and entries from those of keys and values in float32: `key_arrays` transposed, rounded once."""
     layout = plan.layout
     both = d_values + d_keys * operands.scale
     d_kv, d_entries = both[:, : layout.rows], both[:, layout.entry_start : layout.entry_start + layout.slots]
@@ -56,23 +56,23 @@ def key_gradients(plan: SplashPlan, operands: Operands, d_keys: Array, d_values:
 
 
 def static_masks_of(layout: KeyLayout, visibility: Visibility, blocks: SplashBlocks) -> Masks:
-    """The tiles of `static_mask`; documents, where there are several, are told apart by `segments`."""
+    """Tile lists of `static_mask`; `segments` tells packed documents apart."""
     return static_masks(static_mask(layout, visibility), blocks)
 
 
 def static_mask(layout: KeyLayout, visibility: Visibility) -> HCAStaticMask:
-    """Who sees what in rows that are one document each."""
+    """Mask of rows that are one document each."""
     return HCAStaticMask(layout, visibility.sliding_window, visibility.compress_ratio if layout.slots else 0)
 
 
 def segments(plan: SplashPlan, visibility: Visibility) -> Any:
-    """Ids of documents [B, rows] and [B, columns], equal for a query and the keys of its document; None if not needed.
+    """Segment ids [B, rows] and [B, columns], equal for a query and the keys of its document; None if not needed.
 
-    A document is told by the row at which it starts, padding by a number of its own each, so that it sees itself, and
-    what nobody sees by -1.
+    A document's id is the row at which it starts. Each padding row has an id of its own, so that it sees itself, and
+    unused columns of entries have -1.
     """
     layout, documents = plan.layout, visibility.documents
-    if documents.alignment == 0:  # what stands before a token is of its document: the mask alone says it
+    if documents.alignment == 0:  # rows of one document each: the mask alone is enough
         return None
     row = jnp.arange(layout.entry_start, dtype=jnp.int32)
     real = jnp.where(documents.is_padding, -2 - row[: layout.rows], documents.document_start)
@@ -83,7 +83,7 @@ def segments(plan: SplashPlan, visibility: Visibility) -> Any:
 
 
 def dynamic_mask(plan: SplashPlan, operands: Operands) -> Array:
-    """bool [B, rows, columns]; padding sees itself."""
+    """Mask that is data, bool [B, rows, columns]; padding sees itself."""
     layout, visibility = plan.layout, operands.visibility
     more = layout.padded_rows - layout.rows
     alone = jnp.pad(visibility.documents.is_padding, ((0, 0), (0, more)), constant_values=True)

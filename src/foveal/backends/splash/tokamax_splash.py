@@ -1,6 +1,6 @@
-"""Tokamax's Splash Attention kernels, which are private to it: the one place that knows where.
+"""Imports of Tokamax's Splash Attention kernels, which are private to it: the only place that knows their path.
 
-Tried with 0.0.12, 0.0.17 and 0.0.18.dev20261026. The last has them at another place, with the same arguments.
+Tried with 0.0.12, 0.0.17 and 0.0.18.dev20261026. The last has moved them, with the same arguments.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def core_attention(
     the softmax weights to bfloat16 before multiplying them with the keys. A query that sees nothing gives exact zeros.
     A sink of -inf acts as no sink; one of +inf gives zeros. NaN or infinity in a key reaches only the queries that see
     it; in a query, only that query. Such queries give NaN and pass no gradient on. Finite arguments produce no infinity
-    except in the returned log-sum-exp, so `jax_debug_infs` can stay on. Differentiable once, in reverse mode, in q, kv,
-    entries and sinks.
+    except in the returned log-sum-exp, so `jax_debug_infs` can stay on. Differentiable in q, kv, entries and sinks:
+    once and in reverse mode; `dense` has all derivatives.
 
     Args:
         q: queries, [B, S, H, D].

@@ -14,6 +14,8 @@ from foveal.backends.chunked.tiles import (
     Keys,
     KeySources,
     Tile,
+    as_bfloat16,
+    as_uint16,
     entry_columns,
     entry_steps,
     gathered_columns,

@@ -159,7 +159,9 @@ class AttentionCache:
 
     @any_mesh(keep="self")
     def reorder(self, order: Int[Array, " rows"] | np.ndarray | Sequence[int]) -> AttentionCache:
-        """Return the rows `order`, integers [N], in that order: dropped, repeated (beam search) or moved.
+        """Return a cache of the rows numbered in `order`, integers [N], in that order.
+
+        Rows can be moved, dropped or repeated (beam search).
 
         Raises:
             ValueError: `order` is not integers [N], or, where it is concrete, has a row number out of range. Traced

@@ -33,7 +33,7 @@ _RELEASED: dict[str, Any] = {
 class AttentionConfig:
     """Configuration of a DeepSeek-V4 model's attention: the sizes and the type of every layer.
 
-    Sizes are ints >= 1. Field names are those of the released `config.json`.
+    Sizes are ints >= 1. Field names follow the released `config.json` where it has the same setting.
 
     Attributes:
         hidden_size: model width E.
@@ -45,8 +45,9 @@ class AttentionConfig:
         o_lora_rank: width of each group's output bottleneck.
         sliding_window: raw keys W that a query sees, itself included.
         layer_types: one `LayerType`, or a string that names it, per layer; any sequence is accepted.
-        csa_ratio: tokens m that one entry of a CSA layer adds (4 in the releases).
-        hca_ratio: tokens m that one entry of an HCA layer summarises (128 in the releases).
+        csa_ratio: tokens m per entry of a CSA layer (4 in the releases); windows overlap, so an entry draws on up to
+            2 m tokens.
+        hca_ratio: tokens m per entry of an HCA layer (128 in the releases).
         index_n_heads: indexer heads I.
         index_head_dim: width J of an indexer head.
         index_topk: entries K that the indexer selects per query.
@@ -145,7 +146,7 @@ class AttentionConfig:
         return self.layer(as_layer_type("layer_type", layer_type)).compress_ratio
 
     def rope_for(self, layer_type: LayerType | str) -> RopeConfig:
-        """The one rotary table that layers of this type use for everything they rotate.
+        """Configuration of the one rotary table that layers of this type use for everything they rotate.
 
         Raises:
             ValueError: unknown layer type.
@@ -205,8 +206,9 @@ class AttentionConfig:
         """Read a published DeepSeek-V4 config.
 
         Three spellings are understood: the released `config.json`, DeepSeek's own `inference/config.json`, and what
-        transformers' `DeepseekV4Config.save_pretrained` writes. Nothing that changes the numbers is guessed: layer
-        types, rotary bases and YaRN must be stated. MTP layers are left out.
+        transformers' `DeepseekV4Config.save_pretrained` writes. Layer types, rotary bases and YaRN must be stated. Only
+        `rms_norm_eps`, `initializer_range` and the ratios of CSA and HCA have defaults, a ratio only with
+        `compress_ratios` or where no layer needs it. MTP layers are left out.
 
         Args:
             mapping_or_path: the parsed config, the path of a JSON file, or a directory that holds a `config.json`.
@@ -224,11 +226,11 @@ class AttentionConfig:
             return cls(**fields)
 
     def to_hf_config(self) -> dict[str, Any]:
-        """The attention keys of a `config.json`, as transformers 5.24 saves them.
+        """The fields of a `config.json` that concern attention, as transformers 5.24 saves them.
 
         Returns:
-            A mapping that `from_hf_config` reads as this config. It lacks the keys that attention does not need (those
-            of experts, vocabulary and hyper-connections).
+            A mapping that `from_hf_config` reads as this config. It lacks the fields that attention does not need
+            (those of experts, vocabulary and hyper-connections).
         """
         return write_hf_config({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 

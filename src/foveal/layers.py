@@ -53,8 +53,8 @@ class YarnConfig:
     Attributes:
         factor: divisor of the slow frequencies, >= 1.
         original_max_position_embeddings: the context length that the unscaled table was trained for.
-        beta_fast: turns within that length above which a frequency is kept.
-        beta_slow: turns within that length below which a frequency is divided by `factor`; 0 < beta_slow < beta_fast.
+        beta_fast: number of turns over that length above which a frequency is left unscaled.
+        beta_slow: number of turns over that length below which it is divided by `factor`; 0 < beta_slow < beta_fast.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -185,8 +185,8 @@ def layer_types_from_compress_ratios(
     csa_ratio, hca_ratio = as_int("csa_ratio", csa_ratio, 1), as_int("hca_ratio", hca_ratio, 1)
     if csa_ratio == hca_ratio:
         raise ValueError(
-            f"compress_ratios: expected csa_ratio != hca_ratio, got {csa_ratio} for both, so that a ratio does not "
-            "tell CSA from HCA; give layer_types instead"
+            f"compress_ratios: expected csa_ratio != hca_ratio, got {csa_ratio} for both, which makes CSA "
+            "and HCA indistinguishable; give layer_types instead"
         )
     if isinstance(compress_ratios, (str, Mapping)) or not isinstance(compress_ratios, Iterable):
         raise ValueError(

@@ -104,7 +104,9 @@ def test_what_stands_before_them_must_be_told():
         Visibility(documents, 4)
     with pytest.raises(ValueError, match=r"^entries: expected a number of slots for .* that continue, got slots=None"):
         Visibility(documents, 4, 2, history=3)
-    with pytest.raises(ValueError, match=r"^documents: expected documents without first_row, got rows of a longer row"):
+    with pytest.raises(
+        ValueError, match=r"^documents: expected documents without first_row, got a slice of a longer row"
+    ):
         WindowLayout.of(documents, 2)
     assert Visibility(documents, 1).continues  # without a history it needs none, and is no row of its own all the same
 

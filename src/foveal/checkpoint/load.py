@@ -60,9 +60,9 @@ def load_attention(
 
     Raises:
         CheckpointError: a subclass of `ValueError`. Tensors are missing, unexpected, or of another shape or dtype, all
-            listed in its `problems`; or a file is missing, damaged or hostile; or an FP8 scale or code is not a number,
-            a number is too large for the dtype, or an FP8 number is too small for it, all listed with their places for
-            one layer.
+            listed in its `problems`; or a file is missing, damaged or hostile; or FP8 scales are NaN or infinite, FP8
+            weights are NaN, or numbers are too large or (FP8 only) too small for the dtype. Such numbers are reported
+            per tensor, for the first layer that has any.
         ValueError: no such layer, a dtype that is not floating, a sharding that does not fit, or a config that is not
             that of a DeepSeek-V4 model.
         ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).

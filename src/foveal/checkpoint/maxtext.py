@@ -48,7 +48,8 @@ def to_maxtext(layers: Mapping[int, CompressedAttention], *, scan: bool = False)
 
     Returns:
         {"params": {"decoder": {"layers_0": {"self_attention": {"wq_a": {"kernel": ...}, ...}}, ...}}}. Arrays keep
-        their dtypes. Kernels are [in, out], except [in, heads, head_dim] for `wq_b` and `wkv`.
+        their dtypes. Kernels are [in, out], except `wq_b` and `wkv`, [in, heads, head_dim], and `o_a_proj`, [groups,
+        in, out]; stacked ones have the layer axis inserted at 1.
 
     Raises:
         ValueError: no layers, layers of different models; with `scan`, missing layers or types that do not alternate.

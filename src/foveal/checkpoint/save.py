@@ -41,8 +41,8 @@ def save_attention(
         shard_bytes: maximum size of a file, and about the memory needed. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: no layers, layers of different models or types, parameters of a dtype that is not written or partly
-            held by other processes, an unknown dialect, or a path that exists and is not an empty directory.
+        ValueError: no layers, layers of different models or types, parameters whose dtype cannot be written or that are
+            partly held by other processes, an unknown dialect, or a path that exists and is not an empty directory.
         OSError: the files cannot be written; only parent directories are left behind.
         ImportError: safetensors is missing (`pip install '.[checkpoint]'` in a checkout).
     """

@@ -24,10 +24,10 @@ class Documents:
     The constructor takes keywords only: segment ids are not a `document_start`, though many would pass for one.
 
     Attributes:
-        document_start: int32 [B, S], the row at which token t's document begins. Padding rows have t + 1: they see
-            nothing, and no window starts there.
-        first_row: int32, a scalar or [B, 1]: these are rows [first_row, first_row + S) of a longer row, in whose
-            numbering `document_start` is given. A document may then have begun before them. None if row 0 is the first.
+        document_start: int32 [B, S]: for each token, the index in its batch row at which its document begins. Padding
+            at index t has t + 1: it sees nothing, and no window starts there.
+        first_row: int32, a scalar or [B, 1]; set if these are only tokens [first_row, first_row + S) of a longer row.
+            `document_start` then counts from that row's start, so a document may have begun earlier. None otherwise.
         alignment: every document is known to start at a multiple of this: 1 if nothing is known, 0 if every document
             starts at row 0. Static, because a backend that needs aligned documents must know it while tracing.
         padded: whether there may be padding rows. Static.
@@ -108,7 +108,7 @@ class Documents:
         """One document per row, which starts at row 0 and fills the row.
 
         Raises:
-            ValueError: `batch` or `length` is not an int >= 0, or a symbolic dimension.
+            ValueError: `batch` or `length` is neither an int >= 0 nor a symbolic dimension.
         """
         return cls.whole(as_size("batch", batch), as_size("length", length))
 
@@ -225,14 +225,14 @@ class Documents:
         counts: Int[Array, " B"] | np.ndarray | Sequence[int],
         size: int,
     ) -> Documents:
-        """One document per row that began before these rows, which hold its next tokens, right-padded to `size`.
+        """One document per batch row, of which these are the next tokens, right-padded to `size`.
 
-        They are rows [lengths, lengths + size) of the document. What they see depends on the rows before them, so they
-        need a `Visibility` with `history` and a number of slots, and a layout from `WindowLayout.continuing`.
+        They are tokens [lengths, lengths + size) of the document. What they see depends on earlier tokens, so they need
+        a `Visibility` with `history` and a number of slots, and a layout from `WindowLayout.continuing`.
 
         Args:
-            lengths: integers [B], tokens that came before. May be traced.
-            counts: integers [B], tokens in these rows, at most `size`; the rest is padding. May be traced.
+            lengths: integers [B], number of earlier tokens. May be traced.
+            counts: integers [B], number of new tokens, at most `size`; the rest is padding. May be traced.
             size: S, static.
 
         Raises:

@@ -114,7 +114,7 @@ class Visibility:
 
     With d = document_start[t] and p = t - d, the query at row t sees
 
-    * rows [max(d, t - W + 1), t], the sliding window: W keys, itself included;
+    * rows [max(d, t - W + 1), t], the sliding window: at most W keys, the query's own included;
     * slots [d // m, d // m + (p + 1) // m), the entries of its document's windows that end at or before t.
 
     A padding row has d = t + 1, so both ranges are empty. (DeepSeek-V4 technical report, arXiv 2606.19348, sections on
@@ -138,7 +138,8 @@ class Visibility:
 
     Raises:
         ValueError: `documents` that are not `Documents`; `sliding_window` below 1, `compress_ratio` or `history` below
-            0; rows of a longer row without the history and the number of slots that they need.
+            0; a slice of a longer row without the history and the number of slots that it needs.
+        NotImplementedError: a symbolic S.
     """
 
     __no_type_check__ = True  # __init__ also takes other integers, and its errors say more
@@ -283,14 +284,14 @@ class Visibility:
         """int32 [B, C]: `document_start` of the document whose windows own the slot; -1 for padding.
 
         Raises:
-            ValueError: documents with `first_row`, or not known to start at multiples of m. In the latter a slot's
-                window may begin anywhere in its m rows; `WindowLayout` says where.
+            ValueError: documents that have a `first_row`, or are not known to start at multiples of m. In the latter
+                case a slot's window may begin anywhere in its m rows; `WindowLayout` says where.
         """
         start = jnp.where(self.documents.is_padding, -1, self.documents.document_start)
         if not self.compress_ratio:
             return start[:, :0]
         if self.documents.continues:
-            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
+            raise ValueError("documents: expected documents without first_row, got a slice of a longer row")
         if not self.documents.is_aligned(self.compress_ratio):
             raise ValueError(
                 f"documents: expected an alignment of {self.compress_ratio}, got {self.documents.alignment}"

@@ -52,12 +52,13 @@ class WindowLayout:
 
         Raises:
             ValueError: `ratio` below 1, `documents` that are not `Documents`, or that have a `first_row`.
+            NotImplementedError: a symbolic S.
         """
         ratio = as_int("ratio", ratio, 1)
         documents = as_documents("documents", documents)
         require_static_length("documents", documents.document_start)
         if documents.continues:
-            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
+            raise ValueError("documents: expected documents without first_row, got a slice of a longer row")
         return cls.made(documents, ratio)
 
     @classmethod
@@ -97,18 +98,18 @@ class WindowLayout:
         *,
         history: int,
     ) -> WindowLayout:
-        """Windows that the next `size` rows complete, of one document per row: the open window and those after it.
+        """Windows completed by the next `size` tokens of one document per batch row.
 
-        A window may begin before the new rows, so the last `history` rows come before them: row `history` is the first
-        new one. Layout slot 0 is the open window, slot j the j-th window after it; `entry_slots` maps them to the slots
-        of the whole document.
+        A window may begin before the new tokens, so the input starts with the last `history` earlier ones: index
+        `history` is the first new token. Layout slot 0 is the open window, slot j the j-th window after it;
+        `entry_slots` maps them to the slots of the whole document.
 
         Args:
-            lengths: integers [B], tokens that came before. May be traced.
-            counts: integers [B], tokens in the new rows, at most `size`. May be traced.
-            size: new rows, static.
+            lengths: integers [B], number of earlier tokens. May be traced.
+            counts: integers [B], number of new tokens, at most `size`. May be traced.
+            size: new tokens per batch row, padding included; static.
             ratio: m.
-            history: rows before the new ones, static: at least `window_halo`.
+            history: earlier tokens in the input, static: at least `window_halo`.
 
         Raises:
             ValueError: `ratio` below 1, `size` or `history` below 0; lengths or counts that are not integers [B].

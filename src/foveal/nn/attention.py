@@ -261,8 +261,8 @@ class CompressedAttention(nnx.Module):
             implementation: of core attention; see `foveal.core_attention`.
 
         Returns:
-            [B, T, E] in the layer's dtype, zero on padding, and the cache with these tokens. With traced lengths,
-            tokens beyond the cache's capacity count as padding.
+            [B, T, E] in the layer's dtype, zero on padding, and the cache with these tokens. Where `lengths` or the
+            cache is traced, tokens beyond the cache's capacity count as padding.
 
         Raises:
             ValueError: arguments that do not fit each other or the layer; where they are concrete, lengths that are
@@ -280,12 +280,12 @@ class CompressedAttention(nnx.Module):
         *,
         implementation: str | Backend | None = None,
     ) -> tuple[Float[Array, "B T E"], AttentionCache]:
-        """Attend from one new token per row, or a few, to themselves and to everything in the cache.
+        """Attend from one or a few new tokens per row to themselves and to everything in the cache.
 
         The same as `prefill` with T = 1, or with a few drafted tokens, causal among themselves; a row whose length is 0
-        sits out. One token costs a pass over the window and, in an HCA layer, over all entries or, in a CSA layer, over
-        the index keys and the selected entries. Under `jax.jit` this compiles once for a whole generation, and works in
-        place if the cache is donated. Arguments, results and errors are those of `prefill`.
+        sits out. One token costs a pass over the window, plus all entries in an HCA layer, or the index keys and the
+        selected entries in a CSA layer. Under `jax.jit` this compiles once for a whole generation, and works in place
+        if the cache is donated. Arguments, results and errors are those of `prefill`.
         """
         return self._append(cache, x, lengths, implementation)
 
@@ -371,7 +371,7 @@ class CompressedAttention(nnx.Module):
             return Documents.whole(x.shape[0], x.shape[1])
         documents = as_documents("documents", documents)
         if documents.continues:
-            raise ValueError("documents: expected documents without first_row, got rows of a longer row")
+            raise ValueError("documents: expected documents without first_row, got a slice of a longer row")
         if documents.shape != x.shape[:2]:
             raise ValueError(f"documents: expected [B, S] = {x.shape[:2]}, got {documents.shape}")
         return documents

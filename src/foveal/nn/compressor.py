@@ -18,8 +18,8 @@ class Compressor(nnx.Module):
     """Pooling of each complete window of m tokens into one entry, normed and rotated to the window's position.
 
     One class for HCA (plain windows) and for CSA and its indexer (overlapped windows, projections twice as wide).
-    Technical report, arXiv 2606.19348, equations 9-12 and 20-23. Projections come out in float32; gate, softmax
-    and weighted sum stay in float32.
+    Technical report, arXiv 2606.19348, equations 9-12 and 20-23. Projections come out in float32 (float64 in a float64
+    layer); gate, softmax and weighted sum are always float32.
 
     Args:
         hidden_size: E.
@@ -73,9 +73,9 @@ class Compressor(nnx.Module):
 
     @any_mesh(like="x", dims=2)
     def project(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S F"], Float[Array, "B S F"]]:
-        """Values and gates that each token contributes to its windows, complete or not; float32 [B, S, F] each.
+        """Values and gates that each token contributes to its windows, complete or not; [B, S, F] each.
 
-        F is D, or 2 D where windows overlap.
+        Float32, or float64 in a float64 layer. F is D, or 2 D where windows overlap.
 
         Raises:
             ValueError: x is not floats [B, S, E].

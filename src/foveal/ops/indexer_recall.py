@@ -25,7 +25,8 @@ class IndexerRecall:
     """Two sums over queries, float32 scalars: add both over layers and devices before dividing.
 
     Attributes:
-        found: number of the K highest-weight entries per query that the indexer selected, where it may select K.
+        found: how many of each query's K highest-weight entries the indexer selected, summed over queries; K is the
+            number of entries that it may select per query.
         count: number of those highest-weight entries. Only queries that see more than K entries count: the others leave
             no choice.
     """

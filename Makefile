@@ -16,7 +16,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 # Two installs must not run into one environment at once.
 .NOTPARALLEL:
-.PHONY: help demo test test-newest newest-python bench reports lint format wheel-check clean
+.PHONY: help demo test test-quick test-newest newest-python bench reports lint format wheel-check clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +26,9 @@ demo: $(VENV)/.demo-installed ## Run the demo
 
 test: $(VENV)/.test-installed ## Run the tests, parity with transformers included
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests
+
+test-quick: $(VENV)/.test-installed ## Run the quick tests, a minute or two
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "quick and not slow" --hypothesis-profile=quick $(PYTEST_ARGS) tests
 
 test-newest: $(NEWEST)/.test-installed ## Run the tests on the newest Python and JAX to be had, without torch
 	$(NEWEST)/bin/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests

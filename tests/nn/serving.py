@@ -30,8 +30,8 @@ class Served:
         self._full = jax.jit(self.layer)
 
     def full(self, x) -> np.ndarray:
-        """One pass over whole rows [B, S, E]."""
-        return np.asarray(self._full(jnp.asarray(x)))
+        """One pass over whole rows [B, S, E], one at a time: for any number of rows the same program."""
+        return np.concatenate([self._full(jnp.asarray(row[None])) for row in x])
 
     def append(self, cache: AttentionCache, chunks: list[np.ndarray], *, pad=np.nan):
         """Each row's chunk [n, E] behind what it holds: the rows' outputs [n, E], and the cache."""

@@ -1,6 +1,7 @@
 """The three layers against the independent reference: outputs, all gradients, short rows, ties, dtypes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,7 @@ def test_ties_go_to_the_lowest_entries_of_the_document(kernel, pure_layer, compi
 def selected(pure_layer):
     """Compiled: the slots [B, S, K] that a CSA layer picks, seen where its indexer hands them over."""
 
+    @functools.cache
     def make(dtype):
         def select(params, x, segment_ids):
             seen, original = [], attention.best_entries

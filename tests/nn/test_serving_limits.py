@@ -54,10 +54,10 @@ def test_rollback_goes_as_far_as_promised_and_no_further():
 @pytest.mark.parametrize("layer_type", tuple(LayerType))
 def test_drafts_without_room_cost_no_committed_token(layer_type):
     """Room for 10, 8 held, 4 drafted, of which 2 fit: what is accepted counts from the 8, not from the end."""
-    layer, x = served(layer_type, sizes=(4, 8)), text(15)
+    layer, x = served(layer_type, sizes=(8,)), text(15)
     accepted = np.array([1, 0, 2])
     _, cache = layer.append(layer.layer.init_cache(3, 10, max_rollback=4), list(x[:, :8]))
-    _, drafted = layer.traced(cache, jnp.asarray(text(16)[:, :4]), jnp.full(3, 4))
+    _, drafted = layer.traced(cache, jnp.asarray(text(16)[:, :8]), jnp.full(3, 4))
     np.testing.assert_array_equal(drafted.lengths, 10)
     never = cache
     for after in (

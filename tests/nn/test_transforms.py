@@ -71,10 +71,10 @@ def test_jit_and_value_and_grad(pure_layer, problem):
 @pytest.mark.slow
 def test_without_jit(pure_layer, problem):
     """Every value is concrete and every check of values speaks: the answer is the same."""
-    params, x, _ = problem(LayerType.HCA, 2)
+    params, x, cotangent = problem(LayerType.HCA, 2)
     ids = random_segment_ids(2, *x.shape[:2], max_document=30)
     eager = build(LayerType.HCA, params)(jnp.asarray(x), jnp.asarray(ids))
-    assert_close(eager, pure_layer(LayerType.HCA).forward(params, x, ids), np.float32)
+    assert_close(eager, pure_layer(LayerType.HCA).vjp(params, x, ids, cotangent)[0], np.float32)
 
 
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
@@ -128,7 +128,7 @@ def test_nnx_remat_changes_no_gradient(pure_layer, problem):
 
 @pytest.mark.slow
 def test_stacked_layers_under_scan_are_a_loop(pure_layer, problem):
-    _, x, _ = problem(LayerType.CSA, 5)
+    _, x, cotangent = problem(LayerType.CSA, 5)
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
     def stack(key):
@@ -149,7 +149,8 @@ def test_stacked_layers_under_scan_are_a_loop(pure_layer, problem):
     params, expected = get_params(layers), x
     assert not np.array_equal(params["kv_proj.kernel"][0], params["kv_proj.kernel"][1])
     for i in range(3):
-        expected = expected + pure_layer(LayerType.CSA).forward({name: p[i] for name, p in params.items()}, expected)
+        of_layer = {name: p[i] for name, p in params.items()}
+        expected = expected + pure_layer(LayerType.CSA).vjp(of_layer, expected, None, cotangent)[0]
     assert_close(scanned(layers, x), expected, np.float32)
     for name, variable in flat(nnx.get_partition_spec(nnx.state(layers, nnx.Param))).items():
         assert variable.get_value()[0] == "layers", name
@@ -190,7 +191,7 @@ def test_every_axis_of_every_parameter_has_a_name(layer_type):
 
 
 def test_rules_shard_the_model(pure_layer, problem):
-    params, x, _ = problem(LayerType.CSA, 7)
+    params, x, cotangent = problem(LayerType.CSA, 7)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rules = dict.fromkeys(AXES) | {"embed": "data"} | dict.fromkeys(["heads", "index_heads", "o_groups"], "model")
     layer = build(LayerType.CSA, params)
@@ -206,7 +207,7 @@ def test_rules_shard_the_model(pure_layer, problem):
     assert placed["compressor.indexer.scorer.weights_proj.kernel"] == (16, 2)
     with jax.set_mesh(mesh):
         got = nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x))
-    assert_close(got, pure_layer(LayerType.CSA).forward(params, x), np.float32)
+    assert_close(got, pure_layer(LayerType.CSA).vjp(params, x, None, cotangent)[0], np.float32)
 
 
 def test_can_be_built_on_a_mesh():

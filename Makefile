@@ -27,7 +27,7 @@ demo: $(VENV)/.demo-installed ## Run the demo
 test: $(VENV)/.test-installed ## Run the tests, parity with transformers included
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests
 
-test-quick: $(VENV)/.test-installed ## Run the quick tests, a minute or two
+test-quick: $(VENV)/.test-installed ## Run the quick tests, two minutes
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "quick and not slow" --hypothesis-profile=quick $(PYTEST_ARGS) tests
 
 test-newest: $(NEWEST)/.test-installed ## Run the tests on the newest Python and JAX to be had, without torch

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from foveal.backends import registry
 from foveal.geometry import Documents, Visibility
 from foveal.ops import core_attention
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.reference import reference_core_attention
 
-IMPLEMENTATIONS: tuple[Any, ...] = ("chunked", "dense")
-"""What runs here at the price of a matmul, by name or configured: a new backend enters the matrix by one more. Splash's
-kernels are emulated for seconds a case, and have the tests of `test_splash*.py`."""
+EMULATED = ("splash", "splash_dynamic")
+"""Backends whose kernels take seconds per case to emulate: they have tests of their own, `test_splash*.py`."""
+IMPLEMENTATIONS = tuple(name for name in registry.names() if name not in EMULATED)
+"""All others, each of which the tests of core attention run: a new backend is among them once it is registered."""
 NAMES = ("q", "kv", "entries", "sinks")
 # For what is compiled often and runs seldom.
 UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -74,7 +74,7 @@ class CompressedAttention(nnx.Module):
         self.layer_type = _layer_type(config, layer_index, layer_type)
         self.spec = config.layer(self.layer_type)
         numerics = Numerics(dtype, param_dtype, precision, config.initializer_range)
-        self.dtype, self.wide, self.precision = numerics.dtype, numerics.wide, precision
+        self.dtype, self.accumulation_dtype, self.precision = numerics.dtype, numerics.wide, precision
         eps, heads, dim = config.rms_norm_eps, config.num_attention_heads, config.head_dim
 
         self.q_a_proj = linear(
@@ -339,7 +339,7 @@ class CompressedAttention(nnx.Module):
             made.q,
             made.kv,
             made.entries,
-            self.sinks[...].astype(self.wide),
+            self.sinks[...].astype(self.accumulation_dtype),
             made.visibility,
             made.indices if made.entries.shape[1] else None,
             None,

@@ -111,7 +111,8 @@ class Cached(Memory):
         visibility, layout = Visibility.made(documents, window, entries, max_history(window)), None
         if layer.has_entries:
             layout = WindowLayout.completed(lengths, counts, size, ratio, self._history)
-            self._filled = layout.slots_of(max(self._slots, 1))
+            assert cache.compressor is not None
+            self._completed_slots = layout.slots_of(cache.compressor.entries.shape[1])
         super().__init__(config, layer, documents, visibility, layout)
 
     def raw_keys(self, kv: Array) -> Array:
@@ -139,5 +140,5 @@ class Cached(Memory):
         state, new = getattr(self._cache, part), project(compressor, x)
         rows = with_history(state, self._cache.lengths, self._history, *new)
         made = pool(compressor, *rows, self.layout, self.entry_table)
-        self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self._filled, made)
+        self._states[part] = extended_state(state, self._cache.lengths, self._counts, *new, self._completed_slots, made)
         return self._states[part].entries[:, : self._slots]

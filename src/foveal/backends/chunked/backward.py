@@ -75,9 +75,9 @@ def backward(plan: ChunkedPlan, operands: Operands, out: Array, lse: Array, d_ou
 
     def step(rows: Block, grads: Gradients) -> Gradients:
         tile = Tile.at(operands, rows, d_out, lse, d_lse, out)
-        columns = window_columns(plan, operands, sources, tile)
+        keys, columns = window_columns(plan, operands, sources, tile)
         of_rows, mine = _rows(operands, tile)
-        sums, grads = _window(plan, operands, tile, mine, columns, grads)
+        sums, grads = _window(plan, operands, tile, mine, columns, keys, grads)
         if plan.entries in ("stream", "gather"):
             sums, d_entries = _entries(plan, operands, sources, tile, mine, (sums, grads.entries))
             grads = grads._replace(entries=d_entries)
@@ -116,15 +116,13 @@ def _row_sums(array: Array) -> Array:
 
 
 def _window(
-    plan: ChunkedPlan, operands: Operands, tile: Tile, rows: _RowTerms, columns: Columns, grads: Gradients
+    plan: ChunkedPlan, operands: Operands, tile: Tile, rows: _RowTerms, columns: Columns, keys: Block, grads: Gradients
 ) -> tuple[_TileSums, Gradients]:
     exact = operands.sinks is not None and rows.q.dtype != rows.lse.dtype
     sums, d_keys = _columns(plan, tile, rows, columns, exact=exact)
-    block, size = columns.block, plan.window_columns
-    assert block is not None
-    grads = grads._replace(kv=block.add(grads.kv, d_keys[:, :size]))
+    grads = grads._replace(kv=keys.add(grads.kv, d_keys[:, : keys.size]))
     if plan.entries == "few":
-        grads = grads._replace(entries=grads.entries + d_keys[:, size:])
+        grads = grads._replace(entries=grads.entries + d_keys[:, keys.size :])
     return sums, grads
 
 

@@ -45,7 +45,7 @@ def forward(plan: ChunkedPlan, operands: Operands) -> tuple[Array, Array]:
 
     def step(rows: Block, made: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = Tile.at(operands, rows)
-        state = _absorb(None, plan, tile.q, window_columns(plan, operands, sources, tile))
+        state = _absorb(None, plan, tile.q, window_columns(plan, operands, sources, tile)[1])
         if plan.entries in ("stream", "gather"):
             state = _absorb_entries(state, plan, operands, sources, tile)
         # The largest weight of a query that sees a key is 1, unless an infinity in the query made all weights 0.

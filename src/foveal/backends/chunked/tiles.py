@@ -105,12 +105,10 @@ class Columns(NamedTuple):
     """Keys that a tile is scored with in one matmul, and their mask.
 
     Attributes:
-        block: the raw keys, or the slots; for window columns the raw keys alone, None for gathered ones.
         keys: [B, N, D], or [B, T, N, D] where each query has its own.
         mask: bool [B or 1, T, N].
     """
 
-    block: Block | None
     keys: Keys
     mask: Array
 
@@ -122,14 +120,14 @@ class KeySources(NamedTuple):
     entries: Keys
 
 
-def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> Columns:
-    """Raw keys up to the last query's own, followed by all entries where these are few."""
+def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, tile: Tile) -> tuple[Block, Columns]:
+    """Raw keys up to the last query's own, followed by all entries where these are few; and which raw keys."""
     row = operands.visibility.history + tile.rows.start + plan.query_block - plan.window_columns
     start = jnp.clip(row, 0, operands.kv.shape[1] - plan.window_columns)
     block, slots = Block(start, start, plan.window_columns), operands.entries.shape[1]
     mask = tile.ranges.sees_keys(start, block.size)
     if plan.entries != "few":
-        return Columns(block, sources.kv.slice(start, block.size), mask)
+        return block, Columns(sources.kv.slice(start, block.size), mask)
     entry_mask = tile.ranges.sees(0, slots)
     if tile.slots is not None:
         entry_mask = entry_mask & membership(tile.slots, slots)
@@ -142,14 +140,16 @@ def window_columns(plan: ChunkedPlan, operands: Operands, sources: KeySources, t
         jnp.concatenate([keys.rows, entries.rows], axis=1),
         jnp.concatenate([keys.transposed, entries.transposed], axis=2),
     )
-    return Columns(block, together, jnp.concatenate(both, axis=-1))
+    return block, Columns(together, jnp.concatenate(both, axis=-1))
 
 
 def selected_slots(count: int, tile: Tile, steps: EntrySteps) -> Array | None:
     """Mask [B, T, C] of the slots that each query may use, or None for all; arbitrary where a tile does not stream."""
     slots = tile.slots
-    if slots is None or isinstance(steps.parts, int):
-        return None if slots is None else membership(slots, count)
+    if slots is None:
+        return None
+    if isinstance(steps.parts, int):
+        return membership(slots, count)
     nothing = varying(jnp.zeros((*slots.shape[:2], count), bool), slots)
     first, end = steps.streamed
     return jax.lax.cond(end > first, lambda: membership(slots, count), lambda: nothing)
@@ -161,7 +161,7 @@ def entry_columns(sources: KeySources, tile: Tile, selected: Array | None, block
     mask = tile.ranges.sees(block.start, block.size) & block.fresh[None, None]
     if selected is not None:
         mask = mask & block.take(selected, axis=2)
-    return Columns(block, keys, mask)
+    return Columns(keys, mask)
 
 
 class EntrySteps(NamedTuple):
@@ -191,4 +191,4 @@ def gathered_columns(operands: Operands, slots: Array) -> Columns:
     batch, size, count = slots.shape
     flat = jnp.maximum(slots, 0).reshape(batch, size * count, 1)
     keys = jnp.take_along_axis(operands.entries, flat, axis=1, mode="promise_in_bounds")
-    return Columns(None, Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)
+    return Columns(Keys(keys.reshape(batch, size, count, keys.shape[-1]), None), slots >= 0)

@@ -14,8 +14,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
 ).strip()
-# XLA's older emitters for CPUs compile in half the time; JAX 0.12 has neither them nor the flag.
-_OLDER_EMITTERS = " --xla_cpu_use_fusion_emitters=false"
 # One thread for torch in each of the test workers, and nothing from a model hub.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,9 +43,11 @@ _QUICK = """
 _QUICK_FILES = {pathlib.Path(__file__).parent / f"{name}.py" for name in _QUICK.split()}
 
 if jax.__version_info__ < (0, 11):
+    # XLA's older emitters for CPUs compile in half the time; JAX 0.12 has neither them nor the flag. To be set only
+    # while jax reads the flags: libtpu, which reads them later, ends the process over one that it does not know.
     given = os.environ["XLA_FLAGS"]
-    os.environ["XLA_FLAGS"] += _OLDER_EMITTERS
-    jax.devices()  # reads the flags: libtpu, which reads them later, ends the process over one that it does not know
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    jax.devices()
     os.environ["XLA_FLAGS"] = given
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

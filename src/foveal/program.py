@@ -24,11 +24,23 @@ def platform() -> str:
     In ahead-of-time compilation that mesh has devices that are not present. Code that decides something by the platform
     must pass an operand through `planned`.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
-        device = chosen or jax.default_backend()
+    device = _device()
     return family(device if isinstance(device, str) else device.platform)
+
+
+def device_kind() -> str:
+    """The vendor's name of the program's devices, such as "TPU v5p"; see `platform`."""
+    device = _device()
+    return jax.devices(device)[0].device_kind if isinstance(device, str) else device.device_kind
+
+
+def _device() -> Any:
+    """A device that the program is traced for, or the name of its platform."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
+    return chosen or jax.default_backend()
 
 
 def family(name: str) -> str:

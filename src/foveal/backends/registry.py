@@ -8,9 +8,10 @@ from foveal.backends.chunked import Chunked
 from foveal.backends.dense import Dense
 from foveal.backends.operands import Backend, Operands
 from foveal.backends.splash import Splash, SplashDynamic
+from foveal.backends.tpu import Fused
 from foveal.checks import described
 
-_PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense())
+_PREFERENCE: tuple[Backend, ...] = (Fused(), Splash(), Chunked(), SplashDynamic(), Dense())
 """Order in which `implementation=None` tries them."""
 
 

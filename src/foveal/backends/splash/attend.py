@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from foveal.backends.once import first_only, reverse_only
 from foveal.backends.operands import Operands, settled, silent
+from foveal.backends.sharded import run_sharded
 from foveal.backends.sinks import row_gradients, share_of_keys
 from foveal.backends.splash import kernel
 from foveal.backends.splash.heads import SomeHeads, backward_heads, forward_heads
@@ -35,15 +35,7 @@ from foveal.typing import Array, lowest
 
 def attend(plan: SplashPlan, operands: Operands) -> tuple[Array, Array]:
     """Output [B, S, H, D] in q's dtype and log-sum-exp float32 [B, S, H]; each device computes its rows and heads."""
-    if plan.sharding is None:
-        return _attend(plan, operands)
-    batch, _, heads = (*plan.sharding, None, None, None)[:3]
-    queries, by_row = PartitionSpec(batch, None, heads), PartitionSpec(batch)
-    specs = jax.tree.map(lambda _: by_row, operands)
-    specs = dataclasses.replace(specs, q=queries, sinks=None if operands.sinks is None else PartitionSpec(heads))
-    return jax.shard_map(
-        functools.partial(_attend, plan), in_specs=(specs,), out_specs=(queries, queries), check_vma=False
-    )(operands)
+    return run_sharded(functools.partial(_attend, plan), operands, plan.sharding)
 
 
 _ONCE = "Splash Attention is once differentiable, in reverse mode; use implementation='dense'"

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from foveal.backends.operands import Backend, Operands
+from foveal.backends.sharded import devices_along, sharding_refusal
 from foveal.backends.splash.blocks import SplashBlocks
 from foveal.backends.splash.layout import KeyLayout
 from foveal.extras import missing
 from foveal.geometry import Visibility
-from foveal.program import automatic_axes, planned, platform
+from foveal.program import planned, platform
 from foveal.schedule import KernelSchedule
 from foveal.typing import Array
 
@@ -83,7 +84,7 @@ class _SplashBackend(Backend):
         if operands.q.size == 0:
             return jnp.zeros_like(operands.q), jnp.zeros(operands.q.shape[:3], operands.accumulation_dtype)
         operands, visibility = dataclasses.replace(operands, q=planned(operands.q)), operands.visibility
-        heads = operands.q.shape[2] // _devices_along(sharding, 2)
+        heads = operands.q.shape[2] // devices_along(sharding, 2)
         sizes, layout = self._sizes(heads, visibility, dynamic=dynamic)
         call = Call(sizes, self.interpret)
         return attend(SplashPlan(call, layout, dynamic, sharding), operands)
@@ -108,14 +109,6 @@ class _SplashBackend(Backend):
 
         sizes, layout = self._sizes(q.shape[2], visibility, dynamic=dynamic)
         return kernel_cycles(schedules, static_mask(layout, visibility), sizes, q)
-
-
-def _left_to_xla(operands: Operands, cure: str) -> str | None:
-    """Reason why the kernels cannot run if XLA would have to divide them over devices, or None."""
-    axes = automatic_axes(operands)
-    if not axes:
-        return None
-    return f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: use {cure}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +141,7 @@ class Splash(_SplashBackend):
                 f"documents may start anywhere (alignment {documents.alignment}); its mask needs them at multiples of "
                 f"compress_ratio {ratio}, as pack_documents(align={ratio}) puts them"
             )
-        _, rows, _, dim = (*(self.sharding or ()), None, None, None, None)[:4]
-        if rows is not None:
-            return f"mesh axis {rows!r} over the sequence: windows and entries would cross devices"
-        if dim is not None:
-            return f"mesh axis {dim!r} over the head dim: logits would be sums over devices"
-        return None if self.sharding is not None else _left_to_xla(operands, "Splash(sharding=...) or jax.shard_map")
+        return sharding_refusal(self.sharding, operands, "Splash(sharding=...) or jax.shard_map")
 
     def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """See `Backend`."""
@@ -181,13 +169,6 @@ class Splash(_SplashBackend):
         return self._cycles(schedules, q, visibility, dynamic=False)
 
 
-def _devices_along(sharding: PartitionSpec | None, axis: int) -> int:
-    """Number of devices of the mesh in context that an axis is sharded over."""
-    names = sharding[axis] if sharding is not None and len(sharding) > axis else None
-    names = names if isinstance(names, tuple) else () if names is None else (names,)
-    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
-
-
 @dataclasses.dataclass(frozen=True)
 class SplashDynamic(_SplashBackend):
     """Splash Attention with a mask that is data: any layer, any documents, at S x (S + C) bytes per batch row."""
@@ -203,7 +184,7 @@ class SplashDynamic(_SplashBackend):
         length = operands.q.shape[1]
         if length * (length + operands.visibility.slots) > _MASK_LIMIT:
             return f"a mask of {length} x {length + operands.visibility.slots} elements; {_MASK_LIMIT} is the limit"
-        return _left_to_xla(operands, "jax.shard_map")
+        return sharding_refusal(None, operands, "jax.shard_map")
 
     def __call__(self, operands: Operands) -> tuple[Array, Array]:
         """See `Backend`."""

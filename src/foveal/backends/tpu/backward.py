@@ -123,7 +123,7 @@ def backward(
         scratch["entry_sums"] = entries.shape[1:]
     if plan.loops:
         scratch |= {"q_sums": (plan.rows, dim), "offset": (1, plan.rows)}
-    d_q, d_keys, d_sinks, *d_entries = run_kernel(
+    made = run_kernel(
         plan,
         "foveal_backward",
         lambda refs: _Step(plan, **refs).run(),
@@ -133,12 +133,9 @@ def backward(
         scratch,
         in_order=True,
     )
-    return Gradients(
-        d_q,
-        from_padded_keys(plan, d_keys),
-        d_entries[0][:, : plan.slots] if d_entries else operands.entries,
-        d_sinks.reshape(batch, plan.heads, plan.tokens).sum(axis=(0, 2)),
-    )
+    d_sinks = made["d_sinks"].reshape(batch, plan.heads, plan.tokens).sum(axis=(0, 2))
+    d_entries = made["d_entries"][:, : plan.slots] if plan.slots else operands.entries
+    return Gradients(made["d_q"], from_padded_keys(plan, made["d_keys"]), d_entries, d_sinks)
 
 
 @dataclasses.dataclass(frozen=True)

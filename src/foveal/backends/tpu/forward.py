@@ -69,7 +69,7 @@ def forward(plan: FusedPlan, operands: Operands, q: Array) -> tuple[Array, Array
         ),
     }
     scratch = {"values": (plan.rows, plan.dim), "peak": (1, plan.rows), "total": (1, plan.rows)} if plan.loops else {}
-    out, lse = run_kernel(
+    made = run_kernel(
         plan,
         "foveal_forward",
         lambda refs: _Tile(plan, **refs).run(),
@@ -79,7 +79,7 @@ def forward(plan: FusedPlan, operands: Operands, q: Array) -> tuple[Array, Array
         scratch,
         in_order=False,
     )
-    return out, from_rows(plan, lse)
+    return made["out"], from_rows(plan, made["lse"])
 
 
 @dataclasses.dataclass(frozen=True)

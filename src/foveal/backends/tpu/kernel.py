@@ -43,8 +43,8 @@ def run_kernel(
     scratch: Mapping[str, tuple[int, ...]],
     *,
     in_order: bool,
-) -> list[Array]:
-    """Run a kernel, whose `body` gets references to blocks by name, and return its results.
+) -> dict[str, Array]:
+    """Run a kernel, whose `body` gets references to blocks by name, and return its results by name.
 
     Args:
         plan: of the call.
@@ -60,7 +60,7 @@ def run_kernel(
     semantics = "parallel", "arbitrary" if in_order else "parallel"
     arrays, in_specs = zip(*inputs.values(), strict=True)
     shapes, out_specs = zip(*results.values(), strict=True)
-    return pl.pallas_call(
+    made = pl.pallas_call(
         lambda *refs: body(dict(zip(names, refs, strict=True))),
         grid=grid,
         in_specs=in_specs,
@@ -72,6 +72,7 @@ def run_kernel(
         interpret=pltpu.InterpretParams(uninitialized_memory="nan") if plan.interpret else False,
         name=name,
     )(*arrays)
+    return dict(zip(results, made, strict=True))
 
 
 def slab_spec(plan: FusedPlan, tile: Any) -> pl.BlockSpec:

@@ -48,7 +48,7 @@ def trees():
     """One of every pytree, with values."""
     documents = Documents.from_segment_ids(np.array([[1, 1, 1, 1, 2, 2, 0, 0]]), alignment=4)
     return {
-        "cache": served(LayerType.CSA).layer.init_cache(2, 9, max_rollback=3),
+        "cache": foveal.AttentionCache.init(CONFIG, "csa", batch=2, capacity=9, max_rollback=3),
         "stack": CacheStack.init(CONFIG, batch=2, capacity=9),
         "documents": documents,
         "visibility": Visibility(documents, 3, 4),

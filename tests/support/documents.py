@@ -2,8 +2,14 @@
 
 import itertools
 
+import jax
 import numpy as np
 from hypothesis import strategies as st
+
+from foveal.geometry import Documents
+
+documents_in = jax.jit(Documents.from_segment_ids, static_argnames="alignment")
+"""Documents of segment ids by one compiled program, where it does not matter that the ids are concrete."""
 
 
 def segment_ids(length: int, *, multiple: int = 1, batch: int = 2) -> st.SearchStrategy[np.ndarray]:

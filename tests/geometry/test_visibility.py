@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foveal.geometry import Documents, Visibility, WindowLayout
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.reference import reference_visibility
-from tests.support.documents import documents_in, documents_of, segment_ids
+from tests.support.documents import documents_in, each_alone, segment_ids
 from tests.support.programs import largest_array
 
 WINDOWS = (1, 3, 8)
@@ -32,24 +32,6 @@ told_by = jax.jit(told_of, static_argnums=(1, 2))
 def everything_of(ids, ratio):
     documents = Documents.from_segment_ids(ids)
     return {window: told_of(documents, window, ratio) for window in WINDOWS}
-
-
-def each_alone(ids: np.ndarray, window: int, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both masks in which each document sees what it would see in a row of its own, and nothing else.
-
-    A key is seen from its own row on for `window` rows, an entry from its last token on to its document's end.
-    """
-    batch, length = ids.shape
-    keys = np.zeros((batch, length, length), bool)
-    entries = np.zeros((batch, length, length // ratio if ratio else 0), bool)
-    for b, row in enumerate(ids):
-        for begin, end in documents_of(row):
-            mine, token = slice(begin, end), np.arange(end - begin)
-            keys[b, mine, mine] = (token[:, None] >= token) & (token[:, None] < token + window)
-            if ratio:
-                last = np.arange(ratio - 1, end - begin, ratio)
-                entries[b, mine, begin // ratio : begin // ratio + len(last)] = token[:, None] >= last
-    return keys, entries
 
 
 # 24 is a multiple of every ratio, 26 of neither 4 nor 8, and 7 is shorter than a window of 8.
@@ -79,31 +61,21 @@ def test_everything_equals_brute_force_and_what_each_document_sees_alone(length,
         assert not np.stack(told["entry_range"])[:, ids == 0].any()  # padding has slots [0, 0)
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 128])
-def test_a_sliding_window_is_that_many_keys_with_itself(window):
-    """Row W must not see row 0; row W - 1 does."""
-    length = window + 3
-    told = told_by(Documents.unpacked(1, length), window, 0)
-    mask = np.asarray(told["window_mask"][0])
-    assert mask[window - 1, 0]
-    assert not mask[window, 0]
-    assert mask[window].sum() == window
-    assert told["window_counts"][0].tolist() == [min(t + 1, window) for t in range(length)]
-
-
-@pytest.mark.parametrize("window", [26, 1000, 2**31 - 1])
-def test_a_sliding_window_beyond_the_row_is_causal(window):
-    mask = told_by(Documents.unpacked(1, 26), window, 0)["window_mask"][0]
-    np.testing.assert_array_equal(mask, np.tril(np.ones((26, 26), bool)))
-
-
-@pytest.mark.parametrize(("ratio", "slots"), [(0, 0), (1, 26), (4, 6), (8, 3), (26, 1), (27, 0), (2**30, 0)])
-def test_slots(ratio, slots):
-    documents = Documents.unpacked(1, 26)
-    told = told_by(documents, 3, ratio)
-    assert Visibility(documents, 3, ratio).slots == slots == told["entry_mask"].shape[-1]
-    assert told["dense"].shape == (1, 26, 26 + slots)
-    assert told["entry_counts"][0].tolist() == [(t + 1) // ratio if ratio else 0 for t in range(26)]
+@pytest.mark.parametrize(
+    ("length", "window", "ratio"),
+    [
+        *((window + 3, window, 0) for window in (1, 3, 8, 128)),  # row W must not see row 0; row W - 1 does
+        *((26, window, 0) for window in (26, 1000, 2**31 - 1)),
+        *((26, 3, ratio) for ratio in (1, 4, 8, 26, 27, 2**30)),
+    ],
+)
+def test_an_unpacked_row_sees_a_window_of_keys_and_its_complete_entries(length, window, ratio):
+    documents = Documents.unpacked(1, length)
+    told, masks = told_by(documents, window, ratio), each_alone(np.ones((1, length), int), window, ratio)
+    np.testing.assert_array_equal(told["dense"], np.concatenate(masks, axis=-1))
+    for kind, mask in zip(("window", "entry"), masks, strict=True):
+        np.testing.assert_array_equal(told[f"{kind}_counts"], mask.sum(axis=-1))
+    assert Visibility(documents, window, ratio).slots == masks[1].shape[-1]
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

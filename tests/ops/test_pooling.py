@@ -117,47 +117,6 @@ def test_contiguous_windows_are_the_gathered_ones(ids, layout, overlap):
     assert_as_by_hand(contiguous, args, ids, overlap=overlap)
 
 
-def test_first_window_of_a_document_has_no_previous_part():
-    """Rows before a document's first window must not matter, whatever they are; they are another document's."""
-    kv, gate, bias = problem(OVERLAP)
-    ids = np.array([[1] * 8 + [2] * 14] * B, np.int32)
-    before = np.asarray(pool(kv, gate, bias, ids, overlap=OVERLAP))
-    kv[:, :8], gate[:, :8] = 7.0, 7.0
-    after = np.asarray(pool(kv, gate, bias, ids, overlap=OVERLAP))
-    assert (after[:, :2] != before[:, :2]).all()
-    np.testing.assert_array_equal(after[:, 2:], before[:, 2:])
-    # The second window of the same document does have one.
-    kv[:, 8:12, :D] += 1.0
-    assert (np.asarray(pool(kv, gate, bias, ids, overlap=OVERLAP))[:, 3] != before[:, 3]).all()
-
-
-def test_position_bias_counts_from_the_windows_first_token():
-    """With a bias that lets one position through alone, each entry is that token, wherever the document starts."""
-    kv, gate, _ = problem(PLAIN)
-    for position in range(M):
-        bias = np.full((M, D), -200.0, np.float32)
-        bias[position] = 0.0
-        entries = np.asarray(pool(kv, gate, bias, UNALIGNED, overlap=PLAIN))
-        for first in (3, 7):  # slots 0 and 1, rows 3-6 and 7-10
-            np.testing.assert_allclose(entries[0, first // M], kv[0, first + position], rtol=1e-6)
-
-
-def test_position_bias_enters_the_gate_alone():
-    """A bias that is the same at all positions changes no softmax, so it changes nothing."""
-    kv, gate, bias = problem(OVERLAP)
-    shifted = pool(kv, gate, bias + np.float32(0.75), UNALIGNED, overlap=OVERLAP)
-    assert_close(shifted, pool(kv, gate, bias, UNALIGNED, overlap=OVERLAP), np.float32)
-
-
-def test_features_have_weights_of_their_own():
-    kv, gate, bias = problem(PLAIN)
-    before = np.asarray(pool(kv, gate, bias, UNALIGNED, overlap=PLAIN))
-    gate[0, 4, 1] += 1.0
-    changed = np.asarray(pool(kv, gate, bias, UNALIGNED, overlap=PLAIN)) != before
-    assert changed[0, 0, 1]
-    assert changed.sum() == 1
-
-
 def test_large_gates_overflow_nothing():
     kv, gate, bias = problem(OVERLAP)
     entries = np.asarray(pool(kv, gate * np.float32(1e4), bias, UNALIGNED, overlap=OVERLAP))

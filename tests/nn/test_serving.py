@@ -264,21 +264,22 @@ def test_under_vmap_and_sharded_over_the_batch(layer_type):
     by_row = jax.NamedSharding(mesh, jax.P("data"))
     # Eight tokens at a time, more than the window keeps, and at last one for whoever holds some: that behind those.
     placed, token, done = jax.device_put(cache, by_row), np.minimum(held, 1), np.zeros(4, int)
-    compiled = jax.jit(layer.layer.prefill, out_shardings=by_row).lower(
-        *jax.device_put((cache, x[:, :8], done), by_row)
-    ).compile()  # fmt: skip
-    for counts in (*(np.clip(np.subtract(held, first), 0, 8) for first in (0, 8, 16)), token):
-        chunk = np.stack([row[n : n + 8] for row, n in zip(x, done, strict=True)])
-        out, placed = compiled(placed, *jax.device_put((chunk, counts), by_row))
+    step = jax.jit(layer.layer.prefill, out_shardings=by_row)
+    programs = {size: step.lower(*jax.device_put((placed, x[:, :size], done), by_row)).compile() for size in (8, 1)}
+    chunks = [(8, np.clip(np.subtract(held, first), 0, 8)) for first in (0, 8, 16)]
+    for size, counts in (*chunks, (1, token)):
+        chunk = np.stack([row[n : n + size] for row, n in zip(x, done, strict=True)])
+        out, placed = programs[size](placed, *jax.device_put((chunk, counts), by_row))
         for row, (n, count) in enumerate(zip(done, counts, strict=True)):
             assert_close(out[row, :count], full[row, n : n + count], np.float32)
             np.testing.assert_array_equal(out[row, count:], 0.0)
         done = done + counts
     # Between devices go shared loop bounds and conditions, scalars, and nothing of a row.
-    program = compiled.as_text() or ""
-    assert not re.search(r"all-gather|all-to-all|collective-permute", program)
-    assert set(re.findall(r" = (\S+) all-reduce\(", program)) <= {"s32[]", "pred[]"}
-    assert "num_partitions=4" in program
+    for compiled in programs.values():
+        program = compiled.as_text() or ""
+        assert not re.search(r"all-gather|all-to-all|collective-permute", program)
+        assert set(re.findall(r" = (\S+) all-reduce\(", program)) <= {"s32[]", "pred[]"}
+        assert "num_partitions=4" in program
 
 
 @pytest.mark.slow

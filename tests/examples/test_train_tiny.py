@@ -5,7 +5,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from examples import train_tiny
 from foveal.testing.reference import reference_visibility
@@ -16,16 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Three runs of the same programs: JAX keeps what it compiled for the first."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def compiled_once():
+    """Trainers are equal, so that JAX takes the programs of the first for all: here they differ in nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_tiny.Trainer, "__hash__", lambda self: 0)
+        patch.setattr(train_tiny.Trainer, "__eq__", lambda self, other: isinstance(other, train_tiny.Trainer))
+        yield
 
 
 def run(arguments: list[str]) -> train_tiny.Log:

@@ -42,7 +42,7 @@ def prose(tmp_path):
 
 
 @pytest.fixture
-def run_one_layer(monkeypatch, tmp_path, run):
+def run_one_layer(monkeypatch, tmp_path, capsys):
     """The demo with one small layer, to compile quickly, and no picture."""
 
     def run_one_layer(kind, length=48, code=0):
@@ -50,7 +50,9 @@ def run_one_layer(monkeypatch, tmp_path, run):
         path.write_text("Call me Ishmael.\n\nAll happy families are alike.")
         monkeypatch.setattr(layer, "DEMO_CONFIG", dataclasses.replace(AttentionConfig.tiny(), layer_types=(kind,)))
         monkeypatch.setattr(picture, "draw", lambda paragraphs, seed, path: None)
-        out = run(f"demo {path} --length {length} --output {tmp_path / 'picture.png'}", code=code)
+        assert main(["demo", str(path), "--length", str(length), "--output", str(tmp_path / "picture.png")]) == code
+        out, err = capsys.readouterr()
+        assert err == ""
         assert out.splitlines()[-1].startswith("FAIL" if code else "PASS")
         return out
 

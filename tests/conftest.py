@@ -33,7 +33,7 @@ _QUICK = """
     backends/test_registry backends/test_splash_choice backends/test_splash_cycles
     backends/test_splash_mesh checkpoint/test_files checkpoint/test_files_fuzz checkpoint/test_fp8 checkpoint/test_index
     checkpoint/test_names checkpoint/test_problem_files checkpoint/test_problems
-    checkpoint/test_values cli/test_cache cli/test_console cli/test_numbers cli/test_verify_whole
+    checkpoint/test_values cli/test_cache cli/test_console cli/test_mistakes cli/test_numbers cli/test_verify_whole
     geometry/test_document_law geometry/test_documents geometry/test_packing geometry/test_visibility nn/test_bad_input
     ops/test_core_attention ops/test_core_attention_edge_cases ops/test_core_attention_errors
     ops/test_output_projection ops/test_rope testing/test_checkpoints testing/test_generators

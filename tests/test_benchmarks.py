@@ -20,12 +20,9 @@ from foveal import LayerType
 
 BENCHMARKS = pathlib.Path(compiled.__file__).parent
 RESULTS = BENCHMARKS / "results"
-SUITES = ("quick", "core", "layer", "long", "bf16")
 HCA = Case("core", "hca", length=256, heads=4, head_dim=64, backward=True)
 CSA = Case("core", "csa", length=64, heads=4, head_dim=64, backward=True, top_k=8)
-PEERS = {"chunked", "dense"}
-if importlib.util.find_spec("transformers") is not None:
-    PEERS.add("transformers")
+PEERS = {"chunked", "dense"} | ({"transformers"} if importlib.util.find_spec("transformers") else set())
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +34,15 @@ def attention() -> types.ModuleType:
     return benchmarks.attention
 
 
+build_once = functools.cache(contenders.build)
+
+
 @pytest.fixture
 def measured(attention, monkeypatch):
     """Measures a case, with a small matmul for the peak and each contender built once for all tests."""
     monkeypatch.setattr(attention, "PEAK_SIZE", 128)
     monkeypatch.setattr(attention, "build", build_once)
     return lambda case: attention.measure(case, rounds=1, memory=False)
-
-
-build_once = functools.cache(contenders.build)
 
 
 def row(case=HCA, disagreement="", **seconds):
@@ -64,7 +61,7 @@ def row(case=HCA, disagreement="", **seconds):
 # --- Cases ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", ["quick", "core", "layer", "long", "bf16"])
 def test_every_suite_names_valid_cases_each_once(name):
     cases = suite(name)
     assert cases
@@ -150,14 +147,10 @@ def test_what_is_to_settle_is_run_once_more_before_each_time():
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's memory high-water mark")
 def test_resident_growth_counts_what_a_run_touches_and_frees():
     # In a process of its own: threads of this one, which has gigabytes, may free some of them meanwhile.
-    code = """
-import numpy as np
-from benchmarks import measure
-print(measure.peak_resident_growth(lambda: np.ones(64 << 20, np.uint8).sum()))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=BENCHMARKS.parent
-    )
+    code = "import numpy as np; from benchmarks import measure\n"
+    code += "print(measure.peak_resident_growth(lambda: np.ones(64 << 20, np.uint8).sum()))"
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=BENCHMARKS.parent)
     assert 48 << 20 < int(ran.stdout) < 160 << 20
 
 
@@ -166,22 +159,18 @@ print(measure.peak_resident_growth(lambda: np.ones(64 << 20, np.uint8).sum()))
 
 def test_ratios_are_to_chunked():
     text = report.table([row(chunked=0.5, dense=1.0, transformers=2.0)])
-    assert "2.0x" in text
-    assert "4.0x" in text
-    assert "500" in text
-    assert "disagree" not in text
+    assert [part in text for part in ("2.0x", "4.0x", "500", "disagree")] == [True, True, True, False]
 
 
 def test_no_ratio_is_printed_where_the_contenders_disagree():
-    bad = row(
-        disagreement="chunked and dense: output: 3 of 4 elements differ", chunked=0.5, dense=1.0, transformers=2.0
-    )
+    said = "chunked and dense: output: 3 of 4 elements differ"
+    bad = row(disagreement=said, chunked=0.5, dense=1.0, transformers=2.0)
     text = report.table([bad, row(CSA, chunked=1.0, dense=3.0)])
     of_bad, of_good = (next(line for line in text.splitlines() if case.name in line) for case in (HCA, CSA))
     assert "x " not in of_bad.split(HCA.name)[1]
     assert of_bad.count("disagree") == 2
     assert "3.0x" in of_good
-    assert text.splitlines()[-1] == f"{HCA.name}: {bad['disagreement']}"
+    assert text.splitlines()[-1] == f"{HCA.name}: {said}"
 
 
 def test_a_report_is_three_files(tmp_path):
@@ -202,7 +191,7 @@ def test_a_report_is_written_as_the_command_prints_it(tmp_path, monkeypatch, cap
     compiled.main(["small", "--out", str(tmp_path)])
     (row,) = map(json.loads, (tmp_path / "compile-small.jsonl").read_text().splitlines())
     assert (row["preset"], row["verdict"]) == ("tiny", "compiles")
-    monkeypatch.setitem(compiled.REPORTS, "small", ("--target", "none"))
+    monkeypatch.setattr(compiled, "command", lambda name: [sys.executable, "-c", "raise SystemExit(2)"])
     with pytest.raises(SystemExit, match="small: foveal compile ended with code 2"):
         compiled.main(["small", "--out", str(tmp_path)])
 

@@ -150,24 +150,10 @@ def test_lengths_come_in_arrays_and_sequences(value):
     assert counts.dtype == jnp.int32
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        "ab",
-        3,
-        [1.0, 2.0],
-        [True, False],
-        [True, 2],
-        [[1], [2, 3]],
-        [None, 1],
-        [1, 2, 3],
-        [[1, 2]],
-        {1: 2},
-        [2**31, 0],
-    ],
-    ids=str,
-)
+NO_LENGTHS = [None, "ab", 3, [1.0, 2.0], [True, False], [True, 2], [[1], [2, 3]], [None, 1], [1, 2, 3], [[1, 2]]]
+
+
+@pytest.mark.parametrize("value", [*NO_LENGTHS, {1: 2}, [2**31, 0]], ids=str)
 def test_other_things_are_no_lengths(value):
     refusal(checks.as_lengths, "lengths", value, 2)
 

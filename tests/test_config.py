@@ -4,19 +4,12 @@ import dataclasses
 import pickle
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from foveal.config import AttentionConfig
 from foveal.layers import LayerType, RopeConfig, YarnConfig, layer_types_from_compress_ratios
 
 SLIDING, CSA, HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
-
-
-@pytest.fixture
-def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type checks of this test suite, which would answer before the library's own."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -30,9 +23,7 @@ def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["flash", "pro"],
 )
-def test_presets_have_the_released_numbers(
-    config: AttentionConfig, sizes: tuple[int, ...], layers: tuple[int, ...]
-) -> None:
+def test_presets_have_the_released_numbers(config: AttentionConfig, sizes: Any, layers: Any) -> None:
     names = ("hidden_size", "num_attention_heads", "q_lora_rank", "o_groups", "index_topk")
     assert tuple(getattr(config, name) for name in names) == sizes
     assert tuple(config.layer_types.count(kind) for kind in (SLIDING, CSA, HCA)) == layers
@@ -68,7 +59,7 @@ def test_layer_types_lead_to_ratios_and_rotary_tables() -> None:
     assert tiny.compress_ratio(LayerType("compressed_sparse_attention")) == 4
 
 
-@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("layer_index", [-1, 3, True, 1.0, None])
 def test_layer_type_refuses_what_is_no_layer(layer_index: Any) -> None:
     with pytest.raises(ValueError, match="layer_index: expected"):
@@ -96,11 +87,7 @@ def test_what_changes_the_numbers_has_no_default() -> None:
         made: {f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING}
         for made in (AttentionConfig, RopeConfig, YarnConfig)
     }
-    assert optional == {
-        AttentionConfig: {"rms_norm_eps", "initializer_range"},
-        RopeConfig: {"yarn"},
-        YarnConfig: set(),
-    }
+    assert optional == {AttentionConfig: {"rms_norm_eps", "initializer_range"}, RopeConfig: {"yarn"}, YarnConfig: set()}
 
 
 def test_numbers_and_layer_types_are_normalised() -> None:
@@ -119,10 +106,7 @@ def test_any_ratios_are_accepted_equal_ones_too() -> None:
 # --- what a config refuses -------------------------------------------------------------------------------------------
 
 SIZES = [field.name for field in dataclasses.fields(AttentionConfig) if field.type is int]
-
-
-def test_every_size_is_covered_below() -> None:
-    assert len(SIZES) == 13
+assert len(SIZES) == 13
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -158,12 +142,9 @@ def test_contradictions_are_refused_by_name(changes: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize("theta", [1.0, 0, float("inf"), float("nan"), True, "10000"])
-def test_rope_theta_must_exceed_one(theta: Any) -> None:
+def test_ranges_of_rope(theta: Any) -> None:
     with pytest.raises(ValueError, match="theta: expected a finite number > 1"):
         RopeConfig(theta)
-
-
-def test_rope_yarn_must_be_a_yarn_config() -> None:
     with pytest.raises(ValueError, match="yarn: expected a YarnConfig or None"):
         RopeConfig(10_000.0, {"factor": 16})  # pyright: ignore[reportArgumentType]
 
@@ -192,7 +173,7 @@ def test_compress_ratios_name_layer_types_and_mtp_entries_are_left_out() -> None
     assert layer_types_from_compress_ratios([0, 2, 8], csa_ratio=2, hca_ratio=8) == (SLIDING, CSA, HCA)
 
 
-@pytest.mark.usefixtures("as_users_run_it")
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(
     ("ratios", "options", "message"),
     [

@@ -11,25 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import export
 
-from foveal import (
-    CacheStack,
-    CompressedAttention,
-    Documents,
-    EntryRange,
-    IndexerLoss,
-    IndexerRecall,
-    LayerType,
-    Visibility,
-    WindowLayout,
-    core_attention,
-    exporting,
-    left_aligned,
-    rope_table,
-    select_entries,
-)
+import foveal
+from foveal import CacheStack, Documents, EntryRange, LayerType, Visibility, WindowLayout, exporting
 from foveal.aot import tracing_for
 from foveal.program import per_row, planned, platform
 from foveal.testing.numerics import assert_close
@@ -59,23 +44,27 @@ def placeholders(tree):
     return jax.tree.map(lambda leaf: of(*leaf.shape, dtype=leaf.dtype), tree)
 
 
-def test_every_pytree_comes_back():
-    layer = served(LayerType.CSA).layer
+def trees():
+    """One of every pytree, with values."""
     documents = Documents.from_segment_ids(np.array([[1, 1, 1, 1, 2, 2, 0, 0]]), alignment=4)
-    trees = {
-        "cache": layer.init_cache(2, 9, max_rollback=3),
+    return {
+        "cache": foveal.AttentionCache.init(CONFIG, "csa", batch=2, capacity=9, max_rollback=3),
         "stack": CacheStack.init(CONFIG, batch=2, capacity=9),
         "documents": documents,
         "visibility": Visibility(documents, 3, 4),
         "continuing": Visibility(documents, 3, entries=EntryRange.of_rows(4, 7), history=2),
         "layout": WindowLayout.of(documents, 4),
-        "rows": left_aligned(np.ones((2, 4, 3), np.float32), np.array([1, 4])),
-        "table": rope_table(documents.positions, CONFIG.rope, 8),
-        "loss": IndexerLoss(jnp.float32(3), jnp.float32(2)),
-        "recall": IndexerRecall(jnp.float32(4), jnp.float32(5)),
+        "rows": foveal.left_aligned(np.ones((2, 4, 3), np.float32), np.array([1, 4])),
+        "table": foveal.rope_table(documents.positions, CONFIG.rope, 8),
+        "loss": foveal.IndexerLoss(jnp.float32(3), jnp.float32(2)),
+        "recall": foveal.IndexerRecall(jnp.float32(4), jnp.float32(5)),
     }
-    read = export.deserialize(export.export(jax.jit(lambda trees: trees))(placeholders(trees)).serialize())
-    assert_equal_leaves(read.call(trees), trees)
+
+
+def test_every_pytree_comes_back():
+    made = jax.jit(trees)()  # one program, where each tree by itself would be many
+    read = export.deserialize(export.export(jax.jit(lambda trees: trees))(placeholders(made)).serialize())
+    assert_equal_leaves(read.call(made), made)
 
 
 def test_names_and_static_fields_are_kept_as_they_were_first_written():
@@ -124,8 +113,7 @@ def test_decoding_comes_back_in_another_process(tmp_path):
         want[kind.value] = export.deserialize(bytearray(programs[kind.value])).call(*args[kind.value])
         (out, cache), (direct, direct_cache) = want[kind.value], decode(*args[kind.value])
         assert_close(out, direct, np.float32)
-        for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(direct_cache), strict=True):
-            assert_close(one, other, np.float32)
+        jax.tree.map(lambda one, other: assert_close(one, other, np.float32), cache, direct_cache)
     source, target = tmp_path / "programs", tmp_path / "results"
     source.write_bytes(pickle.dumps((programs, args)))
     subprocess.run([sys.executable, "-c", LOAD, source, target], check=True, env=os.environ)
@@ -165,8 +153,8 @@ def test_rows_of_a_batch_share_what_fits(b):
 
 
 @every_layer_type
-def test_a_symbolic_length_is_refused(layer_type, s):
-    layer = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
+def test_a_symbolic_length_of_a_layer_is_refused(layer_type, s):
+    layer = served(layer_type).layer
     cache = placeholders(layer.init_cache(2, CAPACITY))
     for call, args in (
         (layer, (of(2, s, 64),)),
@@ -179,7 +167,7 @@ def test_a_symbolic_length_is_refused(layer_type, s):
 
 def test_a_symbolic_length_of_an_op_is_refused(s):
     def attention(q, kv):
-        return core_attention(q, kv, visibility=Visibility(Documents.unpacked(*q.shape[:2]), 8))
+        return foveal.core_attention(q, kv, visibility=Visibility(Documents.unpacked(*q.shape[:2]), 8))
 
     def layout(ids):
         return WindowLayout.of(Documents.from_segment_ids(ids), 4).valid
@@ -189,16 +177,12 @@ def test_a_symbolic_length_of_an_op_is_refused(s):
             export.export(jax.jit(call))(*args)
 
 
-LAYOUT = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
-"""Of TPUs' programs, as `tracing_for` says."""
-
-
 VISIBILITY = Visibility(Documents.unpacked(1, 64), 8, 4)
 OPERANDS = of(1, 64, 2, 8), of(1, 64, 8), of(1, 16, 8)
 
 
 def attention(implementation):
-    return lambda q, kv, entries: core_attention(q, kv, entries, visibility=VISIBILITY, implementation=implementation)
+    return functools.partial(foveal.core_attention, visibility=VISIBILITY, implementation=implementation)
 
 
 def call_of(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -208,11 +192,8 @@ def call_of(name: str) -> tuple[Any, tuple[Any, ...]]:
     if name == "chunked":
         return attention("chunked"), OPERANDS
     if name == "select":
-        return functools.partial(select_entries, visibility=VISIBILITY, top_k=4), (
-            OPERANDS[0],
-            of(1, 64, 2),
-            OPERANDS[2],
-        )
+        select = functools.partial(foveal.select_entries, visibility=VISIBILITY, top_k=4)
+        return select, (OPERANDS[0], of(1, 64, 2), OPERANDS[2])
     layer = served(LayerType.CSA if name == "loss" else LayerType(name)).layer
     if name == "loss":
         return lambda x: layer(x, select="all", return_indexer_loss=True, implementation="dense")[1], (of(1, 48, 64),)
@@ -240,10 +221,11 @@ def test_a_trace_for_a_platform_has_its_plans():
     function, args = call_of(LayerType.CSA.value)
     here = export.export(jax.jit(function))(*args)
     assert "top_k" not in here.mlir_module()
+    layout = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]  # of TPUs' programs, as `tracing_for` says
     for target, platforms in (("tpu", ["tpu"]), ("gpu", ["cuda", "rocm"])):
         with tracing_for(target):
             assert platform() == target
-            there = export.export(jax.jit(function), platforms=platforms, disabled_checks=LAYOUT)(*args)
+            there = export.export(jax.jit(function), platforms=platforms, disabled_checks=layout)(*args)
         assert there.platforms == tuple(platforms)
         assert there.nr_devices == 1
         assert "top_k" in there.mlir_module()

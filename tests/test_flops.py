@@ -43,7 +43,7 @@ def kernels(config: AttentionConfig, kind: LayerType) -> dict[str, int]:
 
 @every_packing
 @every_layer
-def test_core_counts_two_products_a_head_and_visible_key(kind, packing):
+def test_core_counts_two_products_a_head_and_visible_key_and_backward_five_more(kind, packing):
     window, entries = counted(kind, packing)
     if kind is LayerType.CSA:
         assert entries.max() > TINY.index_topk  # so that the limit matters
@@ -52,6 +52,8 @@ def test_core_counts_two_products_a_head_and_visible_key(kind, packing):
     cost = core_cost(TINY, kind, documents_of(packing))
     assert cost.visible_keys == keys
     assert cost.operations == 2 * 2 * TINY.num_attention_heads * TINY.head_dim * keys
+    both = core_cost(TINY, kind, documents_of(packing), backward=True)
+    assert (both.operations, both.visible_keys) == (3.5 * cost.operations, cost.visible_keys)
 
 
 @every_packing
@@ -87,18 +89,8 @@ def test_padding_is_no_work(kind):
     """As the module says: the same document alone and with as much padding behind it takes the same operations."""
     alone, followed = Documents.unpacked(1, 64), Documents.from_lengths(np.array([64]), 128)
     for backward in (False, True):
-        costs = [layer_cost(TINY, kind, documents, backward=backward) for documents in (alone, followed)]
-        assert costs[0].operations == costs[1].operations
-        assert costs[0].visible_keys == costs[1].visible_keys
-
-
-@every_packing
-@every_layer
-def test_backward_of_the_core_is_five_matmuls_after_two(kind, packing):
-    forward = core_cost(TINY, kind, documents_of(packing))
-    both = core_cost(TINY, kind, documents_of(packing), backward=True)
-    assert both.operations == 3.5 * forward.operations
-    assert both.visible_keys == forward.visible_keys
+        one, other = (layer_cost(TINY, kind, documents, backward=backward) for documents in (alone, followed))
+        assert (one.operations, one.visible_keys) == (other.operations, other.visible_keys)
 
 
 @pytest.mark.parametrize("element", [2, 4])

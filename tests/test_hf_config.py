@@ -1,12 +1,12 @@
 """Reading published configs: three spellings of the released models, and all that is not DeepSeek-V4."""
 
 import copy
+import functools
 import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from foveal.config import AttentionConfig
@@ -24,34 +24,40 @@ from tests.published import (
 )
 
 SLIDING, CSA, HCA = LayerType.SLIDING, LayerType.CSA, LayerType.HCA
+hf, official, saved = (functools.partial(changed, config) for config in (FLASH_HF, FLASH_OFFICIAL, FLASH_SAVED))
+"""Flash's config in each spelling, with some keys removed and others set."""
 
 
-@pytest.mark.parametrize("published", [FLASH_HF, FLASH_OFFICIAL, FLASH_SAVED], ids=["hf", "official", "transformers"])
-def test_every_spelling_of_flash_reads_as_the_preset(published: dict[str, Any]) -> None:
+def yarn(**values: Any) -> dict[str, Any]:
+    return hf(rope_scaling=YARN | values)
+
+
+PUBLISHED: dict[str, tuple[Any, ...]] = {
+    "flash": (AttentionConfig.deepseek_v4_flash(), FLASH_HF, FLASH_OFFICIAL, FLASH_SAVED),
+    "pro": (AttentionConfig.deepseek_v4_pro(), PRO_HF, PRO_OFFICIAL, PRO_SAVED),
+}
+
+
+@pytest.mark.parametrize("spelling", [1, 2, 3], ids=["hf", "official", "transformers"])
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_every_spelling_of_a_model_reads_as_the_preset(model: str, spelling: int) -> None:
+    preset, published = PUBLISHED[model][0], PUBLISHED[model][spelling]
     before = copy.deepcopy(published)
-    assert AttentionConfig.from_hf_config(published) == AttentionConfig.deepseek_v4_flash()
+    assert AttentionConfig.from_hf_config(published) == preset
     assert published == before
-
-
-@pytest.mark.parametrize("published", [PRO_HF, PRO_OFFICIAL, PRO_SAVED], ids=["hf", "official", "transformers"])
-def test_every_spelling_of_pro_reads_as_the_preset(published: dict[str, Any]) -> None:
-    assert AttentionConfig.from_hf_config(published) == AttentionConfig.deepseek_v4_pro()
 
 
 def test_reads_a_file_and_a_directory(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(FLASH_HF))
-    flash = AttentionConfig.deepseek_v4_flash()
-    assert AttentionConfig.from_hf_config(path) == flash
-    assert AttentionConfig.from_hf_config(str(path)) == flash
-    assert AttentionConfig.from_hf_config(tmp_path) == flash
+    for given in (path, str(path), tmp_path):
+        assert AttentionConfig.from_hf_config(given) == AttentionConfig.deepseek_v4_flash()
 
 
 def test_a_missing_file_says_so(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        AttentionConfig.from_hf_config(tmp_path / "absent.json")
-    with pytest.raises(FileNotFoundError):
-        AttentionConfig.from_hf_config(tmp_path)
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(FileNotFoundError):
+            AttentionConfig.from_hf_config(path)
 
 
 @pytest.mark.parametrize("content", [b"{'dim': 1}", b"", b"[1]", b"null", b"\xff\xfe\xff", b"[" * 10**5], ids=range(6))
@@ -64,14 +70,13 @@ def test_a_file_that_holds_no_object_is_named(tmp_path: pathlib.Path, content: b
 
 def test_errors_name_the_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "wrong.json"
-    path.write_text(json.dumps(changed(FLASH_HF, o_groups=7)))
+    path.write_text(json.dumps(hf(o_groups=7)))
     with pytest.raises(ValueError, match=r"wrong\.json: o_groups: "):
         AttentionConfig.from_hf_config(path)
 
 
-def test_a_config_object_is_told_how_to_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Users run without the type checks of this test suite, which would answer before the library's own.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_config_object_is_told_how_to_come_in() -> None:
     with pytest.raises(ValueError, match=r"mapping_or_path: .*to_dict"):
         AttentionConfig.from_hf_config(AttentionConfig.tiny())  # pyright: ignore[reportArgumentType]
 
@@ -79,12 +84,12 @@ def test_a_config_object_is_told_how_to_come_in(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (changed(FLASH_HF, rope_scaling=None), None),
-        (changed(FLASH_HF, rope_scaling={"type": "default"}), None),
-        (changed(FLASH_OFFICIAL, original_seq_len=0), None),
+        (hf(rope_scaling=None), None),
+        (hf(rope_scaling={"type": "default"}), None),
+        (official(original_seq_len=0), None),
         (nested(FLASH_SAVED, "compress", "type", rope_type="default"), None),
-        (changed(FLASH_HF, rope_scaling=YARN | {"mscale": 1.0}), YarnConfig(16, 65536, 32, 1)),
-        (changed(FLASH_HF, rope_scaling=YARN | {"factor": 4}), YarnConfig(4, 65536, 32, 1)),
+        (yarn(mscale=1.0), YarnConfig(16, 65536, 32, 1)),
+        (yarn(factor=4), YarnConfig(4, 65536, 32, 1)),
     ],
 )
 def test_yarn_is_what_the_config_states(config: dict[str, Any], expected: YarnConfig | None) -> None:
@@ -100,18 +105,18 @@ def test_transformers_can_give_the_main_table_yarn() -> None:
 
 
 def test_optional_keys_have_the_defaults_of_the_class() -> None:
-    read = AttentionConfig.from_hf_config(changed(FLASH_HF, "rms_norm_eps", "initializer_range", "model_type"))
+    read = AttentionConfig.from_hf_config(hf("rms_norm_eps", "initializer_range", "model_type"))
     assert read == AttentionConfig.deepseek_v4_flash()
-    assert AttentionConfig.from_hf_config(changed(FLASH_OFFICIAL, norm_eps=1e-5)).rms_norm_eps == 1e-5
+    assert AttentionConfig.from_hf_config(official(norm_eps=1e-5)).rms_norm_eps == 1e-5
 
 
 def test_null_means_absent() -> None:
-    read = AttentionConfig.from_hf_config(changed(FLASH_HF, layer_types=None, dim=None, model_type=None))
+    read = AttentionConfig.from_hf_config(hf(layer_types=None, dim=None, model_type=None))
     assert read == AttentionConfig.deepseek_v4_flash()
 
 
 def test_rotated_dims_may_come_as_a_fraction() -> None:
-    read = AttentionConfig.from_hf_config(changed(FLASH_SAVED, "qk_rope_head_dim"))
+    read = AttentionConfig.from_hf_config(saved("qk_rope_head_dim"))
     assert read.qk_rope_head_dim == 64
 
 
@@ -123,7 +128,7 @@ def test_rotated_dims_may_come_as_a_fraction() -> None:
     ],
 )
 def test_stated_rates_are_the_known_ratios(rates: dict[str, Any]) -> None:
-    by_ratio = changed(FLASH_HF, compress_ratios=[0, 2, 8, 0], num_hidden_layers=3, **rates)
+    by_ratio = hf(compress_ratios=[0, 2, 8, 0], num_hidden_layers=3, **rates)
     names = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     by_name = changed(by_ratio, "compress_ratios", layer_types=names)
     both = changed(by_ratio, layer_types=[*names, "sliding_attention"])
@@ -133,9 +138,7 @@ def test_stated_rates_are_the_known_ratios(rates: dict[str, Any]) -> None:
 
 
 def test_layer_types_that_need_no_ratio_need_none_stated() -> None:
-    read = AttentionConfig.from_hf_config(
-        changed(FLASH_HF, "compress_ratios", layer_types=["sliding_attention"], num_hidden_layers=1)
-    )
+    read = AttentionConfig.from_hf_config(hf("compress_ratios", layer_types=["sliding_attention"], num_hidden_layers=1))
     assert read.layer_types == (SLIDING,)
 
 
@@ -162,7 +165,7 @@ MISSING = {
 @pytest.mark.parametrize("key", MISSING)
 def test_a_missing_key_is_named_by_all_its_spellings(key: str) -> None:
     with pytest.raises(ValueError, match=f"missing keys, none of which has a safe default: {MISSING[key]}"):
-        AttentionConfig.from_hf_config(changed(FLASH_HF, key))
+        AttentionConfig.from_hf_config(hf(key))
 
 
 def test_all_missing_keys_are_named_at_once() -> None:
@@ -172,108 +175,99 @@ def test_all_missing_keys_are_named_at_once() -> None:
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "other model": (changed(FLASH_HF, model_type="deepseek_v3"), "model_type: expected 'deepseek_v4'"),
-    "V4.1": (changed(FLASH_HF, model_type="deepseek_v41"), "model_type: expected 'deepseek_v4'"),
-    "key-value heads": (changed(FLASH_HF, num_key_value_heads=8), "num_key_value_heads: expected 1, got 8"),
-    "bias": (changed(FLASH_HF, attention_bias=True), "attention_bias: expected False"),
-    "dropout": (changed(FLASH_HF, attention_dropout=0.1), "attention_dropout: expected 0.0, got 0.1"),
+    "other model": (hf(model_type="deepseek_v3"), "model_type: expected 'deepseek_v4'"),
+    "V4.1": (hf(model_type="deepseek_v41"), "model_type: expected 'deepseek_v4'"),
+    "key-value heads": (hf(num_key_value_heads=8), "num_key_value_heads: expected 1, got 8"),
+    "bias": (hf(attention_bias=True), "attention_bias: expected False"),
+    "dropout": (hf(attention_dropout=0.1), "attention_dropout: expected 0.0, got 0.1"),
     "unpublished ratio": (
-        changed(FLASH_HF, compress_ratios=[0, 0, 2] + [4] * 40),
+        hf(compress_ratios=[0, 0, 2] + [4] * 40),
         r"compress_ratios\[2\]: expected 0 .*, 4 .* 128 .*, got 2; .*compress_rates",
     ),
     "published ratio beside other rates": (
-        changed(FLASH_HF, compress_rate_hca=8),
+        hf(compress_rate_hca=8),
         r"compress_ratios\[3\]: expected 0 .*, 4 .* 8 .*, got 128",
     ),
-    "too few ratios": (changed(FLASH_HF, compress_ratios=[0, 4]), "compress_ratios: .*43 layers, got 2"),
-    "no ratios": (changed(FLASH_HF, compress_ratios=[]), "compress_ratios: .*got 0"),
-    "equal rates": (changed(FLASH_HF, compress_rate_csa=128), "compress_ratios: expected csa_ratio != hca_ratio"),
-    "unknown rate": (changed(FLASH_SAVED, compress_rates={"csa": 4}), "compress_rates: expected an object with"),
-    "rates as a list": (changed(FLASH_SAVED, compress_rates=[4, 128]), "compress_rates: expected an object with"),
+    "too few ratios": (hf(compress_ratios=[0, 4]), "compress_ratios: .*43 layers, got 2"),
+    "no ratios": (hf(compress_ratios=[]), "compress_ratios: .*got 0"),
+    "equal rates": (hf(compress_rate_csa=128), "compress_ratios: expected csa_ratio != hca_ratio"),
+    "unknown rate": (saved(compress_rates={"csa": 4}), "compress_rates: expected an object with"),
+    "rates as a list": (saved(compress_rates=[4, 128]), "compress_rates: expected an object with"),
     "rate of a wrong type": (
-        changed(FLASH_SAVED, compress_rates={"compressed_sparse_attention": 4.0, "heavily_compressed_attention": 128}),
+        saved(compress_rates={"compressed_sparse_attention": 4.0, "heavily_compressed_attention": 128}),
         "csa_ratio: expected an int >= 1, got 4.0",
     ),
     "types without rates": (
-        changed(FLASH_SAVED, "compress_rates"),
+        saved("compress_rates"),
         "missing compress_rates.compressed_sparse_attention or compress_rate_csa",
     ),
-    "too few types": (changed(FLASH_SAVED, num_hidden_layers=44), "layer_types: expected .*44 layers, got 43"),
-    "types no list": (changed(FLASH_SAVED, layer_types="sliding_attention"), "layer_types: expected a list"),
-    "unknown type": (changed(FLASH_SAVED, layer_types=["full"] * 43), r"layer_types\[0\]: expected one of"),
-    "no layers": (changed(FLASH_HF, num_hidden_layers=0), "num_hidden_layers or n_layers: expected an int >= 1, got 0"),
-    "wrong type of a size": (changed(FLASH_HF, hidden_size=4096.0), "hidden_size: expected an int >= 1, got 4096.0"),
-    "no number": (changed(FLASH_HF, index_topk=float("nan")), "index_topk: expected an int >= 1, got nan"),
-    "low theta": (changed(FLASH_HF, rope_theta=0.5), "rope_theta: theta: expected a finite number > 1"),
-    "compress theta": (changed(FLASH_HF, compress_rope_theta="1e4"), "compress_rope_theta: theta: expected"),
-    "two sizes": (changed(FLASH_HF, dim=2048), "conflicting .*hidden_size = 4096, dim = 2048"),
-    "two eps": (changed(FLASH_HF, norm_eps=1e-5), "conflicting .*rms_norm_eps = 1e-06, norm_eps = 1e-05"),
+    "too few types": (saved(num_hidden_layers=44), "layer_types: expected .*44 layers, got 43"),
+    "types no list": (saved(layer_types="sliding_attention"), "layer_types: expected a list"),
+    "unknown type": (saved(layer_types=["full"] * 43), r"layer_types\[0\]: expected one of"),
+    "no layers": (hf(num_hidden_layers=0), "num_hidden_layers or n_layers: expected an int >= 1, got 0"),
+    "wrong type of a size": (hf(hidden_size=4096.0), "hidden_size: expected an int >= 1, got 4096.0"),
+    "no number": (hf(index_topk=float("nan")), "index_topk: expected an int >= 1, got nan"),
+    "low theta": (hf(rope_theta=0.5), "rope_theta: theta: expected a finite number > 1"),
+    "compress theta": (hf(compress_rope_theta="1e4"), "compress_rope_theta: theta: expected"),
+    "two sizes": (hf(dim=2048), "conflicting .*hidden_size = 4096, dim = 2048"),
+    "two eps": (hf(norm_eps=1e-5), "conflicting .*rms_norm_eps = 1e-06, norm_eps = 1e-05"),
     "two thetas": (
         nested(FLASH_SAVED, "main", rope_theta=5000.0),
         "conflicting .*rope_theta = 10000, rope_parameters.main.rope_theta = 5000.0",
     ),
     "two rates": (
-        changed(FLASH_SAVED, compress_rate_csa=8),
+        saved(compress_rate_csa=8),
         "conflicting .*compress_rates.compressed_sparse_attention = 4, compress_rate_csa = 8",
     ),
     "two schedules": (
-        changed(FLASH_HF, layer_types=["sliding_attention"] * 43),
+        hf(layer_types=["sliding_attention"] * 43),
         r"conflicting .*layer_types\[2\] = 'sliding_attention' but compress_ratios\[2\] means 'compressed_sparse",
     ),
     "two rotated sizes": (
-        changed(FLASH_SAVED, qk_rope_head_dim=32),
+        saved(qk_rope_head_dim=32),
         r"conflicting .*qk_rope_head_dim = 32, partial_rotary_factor \* head_dim .* = 64",
     ),
-    "two yarns": (
-        changed(FLASH_HF, original_seq_len=0),
-        "conflicting .*rope_scaling = .*original_seq_len = None",
-    ),
+    "two yarns": (hf(original_seq_len=0), "conflicting .*rope_scaling = .*original_seq_len = None"),
     "two kinds": (
-        changed(FLASH_HF, rope_scaling=YARN | {"rope_type": "default"}),
+        yarn(rope_type="default"),
         "conflicting .*rope_scaling.rope_type = 'default', rope_scaling.type = 'yarn'",
     ),
     "ragged rotary factor": (
-        changed(FLASH_HF, "qk_rope_head_dim", partial_rotary_factor=0.1),
+        hf("qk_rope_head_dim", partial_rotary_factor=0.1),
         "partial_rotary_factor: expected a whole number",
     ),
-    "rotary factor no number": (
-        changed(FLASH_HF, partial_rotary_factor="1/8"),
-        "partial_rotary_factor: expected a number, got '1/8'",
-    ),
+    "rotary factor no number": (hf(partial_rotary_factor="1/8"), "partial_rotary_factor: expected a number, got '1/8'"),
     "rotary factor of no head": (
-        changed(FLASH_HF, head_dim="512", partial_rotary_factor=0.125),
+        hf(head_dim="512", partial_rotary_factor=0.125),
         "head_dim: expected an int >= 1, got '512'",
     ),
     "scaling without kind": (
-        changed(FLASH_HF, rope_scaling={k: v for k, v in YARN.items() if k != "type"}),
+        hf(rope_scaling={k: v for k, v in YARN.items() if k != "type"}),
         r"rope_scaling.rope_type \(or type\): expected 'yarn' or 'default', got None",
     ),
-    "other scaling": (changed(FLASH_HF, rope_scaling=YARN | {"type": "linear"}), "rope_scaling.rope_type .*'linear'"),
-    "scaling no object": (changed(FLASH_HF, rope_scaling="yarn"), "rope_scaling: expected an object or null"),
+    "other scaling": (yarn(type="linear"), "rope_scaling.rope_type .*'linear'"),
+    "scaling no object": (hf(rope_scaling="yarn"), "rope_scaling: expected an object or null"),
     "scaling without betas": (
-        changed(FLASH_HF, rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}),
+        hf(rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}),
         "rope_scaling: missing beta_fast, beta_slow .*32.*1",
     ),
-    "official without length": (changed(FLASH_OFFICIAL, "original_seq_len"), "missing keys.*original_seq_len"),
-    "official among others": (changed(FLASH_HF, rope_factor=40), "YaRN: missing original_seq_len, beta_fast"),
-    "official without betas": (changed(FLASH_OFFICIAL, "beta_fast"), "YaRN: missing beta_fast"),
-    "official factor": (changed(FLASH_OFFICIAL, rope_factor=0.5), "YaRN .*rope_factor = 0.5.*expected .* >= 1"),
-    "attention factor": (
-        changed(FLASH_HF, rope_scaling=YARN | {"attention_factor": 1.28}),
-        "rope_scaling.attention_factor: expected 1.0, .*got 1.28",
-    ),
+    "official without length": (official("original_seq_len"), "missing keys.*original_seq_len"),
+    "official among others": (hf(rope_factor=40), "YaRN: missing original_seq_len, beta_fast"),
+    "official without betas": (official("beta_fast"), "YaRN: missing beta_fast"),
+    "official factor": (official(rope_factor=0.5), "YaRN .*rope_factor = 0.5.*expected .* >= 1"),
+    "attention factor": (yarn(attention_factor=1.28), "rope_scaling.attention_factor: expected 1.0, .*got 1.28"),
     "attention factor in transformers' spelling": (
         nested(FLASH_SAVED, "compress", attention_factor=0.5),
         "rope_parameters.compress.attention_factor: expected 1.0, .*got 0.5",
     ),
-    "mscale": (changed(FLASH_HF, rope_scaling=YARN | {"mscale": 0.7}), "rope_scaling.mscale: expected 1.0"),
-    "mscale_all_dim": (changed(FLASH_HF, rope_scaling=YARN | {"mscale_all_dim": 0}), "rope_scaling.mscale_all_dim: "),
-    "untruncated": (changed(FLASH_HF, rope_scaling=YARN | {"truncate": False}), "rope_scaling.truncate: expected True"),
+    "mscale": (yarn(mscale=0.7), "rope_scaling.mscale: expected 1.0"),
+    "mscale_all_dim": (yarn(mscale_all_dim=0), "rope_scaling.mscale_all_dim: "),
+    "untruncated": (yarn(truncate=False), "rope_scaling.truncate: expected True"),
     "transformers' own attention factor": (
         nested(FLASH_SAVED, "compress", "attention_factor"),
         "rope_parameters.compress.attention_factor: expected 1.0, got none",
     ),
-    "flat rope_parameters": (changed(FLASH_SAVED, rope_parameters=YARN), "rope_parameters: .*'main' and 'compress'"),
+    "flat rope_parameters": (saved(rope_parameters=YARN), "rope_parameters: .*'main' and 'compress'"),
 }
 
 

@@ -10,22 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from foveal import (
-    Documents,
-    RopeConfig,
-    Visibility,
-    WindowLayout,
-    apply_rope,
-    core_attention,
-    grouped_projection,
-    indexer_loss,
-    indexer_recall,
-    left_aligned,
-    pool_windows,
-    rope_table,
-    select_entries,
-    unpack,
-)
+import foveal
+from foveal import Documents, RopeConfig, Visibility, WindowLayout
 from foveal.meshes import any_mesh
 from tests.support.meshes import RATIO, D, S, assert_same, explicit_spec, mesh_of, operands
 
@@ -50,7 +36,7 @@ def test_make_mesh_makes_explicit_axes():
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("in_context", [False, True])
 def test_a_function_sees_automatic_axes_and_its_results_keep_the_sharding(jit, in_context):
-    x, mesh = jnp.arange(48.0).reshape(4, 12), mesh_of("Explicit")
+    x, mesh = np.arange(48, dtype=np.float32).reshape(4, 12), mesh_of("Explicit")
     placed = jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         out, extra = (jax.jit(doubled) if jit else doubled)(placed, extra={"y": placed})
@@ -62,14 +48,14 @@ def test_a_function_sees_automatic_axes_and_its_results_keep_the_sharding(jit, i
 
 
 def test_what_is_not_an_array_passes_through():
-    placed = jax.device_put(jnp.ones((2, 2)), NamedSharding(mesh_of("Explicit"), P("data")))
+    placed = jax.device_put(np.ones((2, 2), np.float32), NamedSharding(mesh_of("Explicit"), P("data")))
     marker = object()
     assert doubled(placed, extra=marker)[1] is marker
-    assert doubled(jnp.ones(3), extra=marker)[1] is marker
+    assert doubled(np.ones(3, np.float32), extra=marker)[1] is marker
 
 
 def test_gradients_have_the_sharding_of_what_they_are_of():
-    placed = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh_of("Explicit"), P("data", "tensor")))
+    placed = jax.device_put(np.ones((4, 6), np.float32), NamedSharding(mesh_of("Explicit"), P("data", "tensor")))
     out, pull = jax.vjp(lambda x: doubled(x)[0], placed)
     (gradient,) = pull(out)
     assert explicit_spec(gradient) == P("data", "tensor")
@@ -81,7 +67,7 @@ def test_results_take_the_leading_dims_that_the_axes_divide():
     def parts(x):
         return x[:, :3, 0], x[:1], x.sum(), x
 
-    placed = jax.device_put(jnp.ones((4, 6, 2)), NamedSharding(mesh_of("Explicit"), P("data", "tensor")))
+    placed = jax.device_put(np.ones((4, 6, 2), np.float32), NamedSharding(mesh_of("Explicit"), P("data", "tensor")))
     specs = [explicit_spec(array) for array in parts(placed)]
     assert specs == [P("data", None), P(None, "tensor", None), P(), P("data", "tensor", None)]
 
@@ -96,9 +82,9 @@ def test_what_a_loop_carries_keeps_its_type():
         return state, out
 
     mesh = mesh_of("Explicit")
-    x = jax.device_put(jnp.ones((3, 4, 2)), NamedSharding(mesh, P(None, "data")))
+    x = jax.device_put(np.ones((3, 4, 2), np.float32), NamedSharding(mesh, P(None, "data")))
     for spec in (P("data"), P()):
-        state = {"sum": jax.device_put(jnp.zeros(4), NamedSharding(mesh, spec))}
+        state = {"sum": jax.device_put(np.zeros(4, np.float32), NamedSharding(mesh, spec))}
         last, rows = jax.jit(lambda state, x: jax.lax.scan(swapped, state, x))(state, x)
         np.testing.assert_array_equal(last["sum"], np.full(4, 6.0))
         assert explicit_spec(last["sum"]) == P(*spec, *[None] * (1 - len(spec)))
@@ -107,7 +93,7 @@ def test_what_a_loop_carries_keeps_its_type():
 
 def test_within_shard_map_the_other_axes_become_automatic():
     mesh = mesh_of("Explicit")
-    x = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, P("data", "tensor")))
+    x = jax.device_put(np.arange(16, dtype=np.float32).reshape(4, 4), NamedSharding(mesh, P("data", "tensor")))
 
     def local(x):
         assert x.shape == (2, 4)
@@ -119,7 +105,7 @@ def test_within_shard_map_the_other_axes_become_automatic():
 
 
 def test_an_error_within_leaves_the_context_as_it_was():
-    placed = jax.device_put(jnp.ones((2, 2)), NamedSharding(mesh_of("Explicit"), P("data")))
+    placed = jax.device_put(np.ones((2, 2), np.float32), NamedSharding(mesh_of("Explicit"), P("data")))
     with jax.set_mesh(mesh_of("Explicit")):
         with pytest.raises(TypeError):
             doubled(placed, "two")  # pyright: ignore[reportArgumentType]
@@ -133,39 +119,22 @@ def everything(a: dict[str, jax.Array]) -> dict[str, object]:
     """Every public function of arrays, with gradients where it has some."""
     documents = Documents.from_segment_ids(a["ids"])
     visibility, layout = Visibility(documents, WINDOW, RATIO), WindowLayout.of(documents, RATIO)
-    table = rope_table(documents.positions, RopeConfig(10_000.0), D)
+    table = foveal.rope_table(documents.positions, RopeConfig(10_000.0), D)
 
     def attention(q, kv, entries, sinks, indices=None, implementation="chunked"):
-        return core_attention(
-            q,
-            kv,
-            entries,
-            visibility=visibility,
-            indices=indices,
-            sinks=sinks,
-            return_lse=True,
-            implementation=implementation,
-        )
+        options = {"return_lse": True, "implementation": implementation}
+        return foveal.core_attention(q, kv, entries, visibility=visibility, indices=indices, sinks=sinks, **options)
 
     of_attention = a["q"], a["kv"], a["entries"], a["sinks"]
     dense = functools.partial(attention, implementation="dense")
     attended, pull = jax.vjp(attention, *of_attention)
+    teacher = {"q": a["q"], "entries": a["entries"], "lse": attended[1], "sinks": a["sinks"], "visibility": visibility}
 
     def loss(index_q, index_weights, index_keys, indices=None):
-        return indexer_loss(
-            index_q,
-            index_weights,
-            index_keys,
-            q=a["q"],
-            entries=a["entries"],
-            lse=attended[1],
-            sinks=a["sinks"],
-            visibility=visibility,
-            indices=indices,
-        ).total
+        return foveal.indexer_loss(index_q, index_weights, index_keys, **teacher, indices=indices).total
 
     of_index = a["index_q"], a["index_weights"], a["index_keys"]
-    selected = select_entries(*of_index, visibility=visibility, top_k=3)
+    selected = foveal.select_entries(*of_index, visibility=visibility, top_k=3)
     return {
         "documents": [
             documents,
@@ -181,25 +150,21 @@ def everything(a: dict[str, jax.Array]) -> dict[str, object]:
             Visibility(Documents.from_segment_ids(a["ids"] * 0, alignment=4), WINDOW, 4).slot_document_start,
         ],
         "windows": [layout, layout.has_previous, layout.at_start(a["kv"]), layout.gather(a["values"], shift=-1)],
-        "rows": [left_aligned(a["kv"], a["lengths"]), unpack(a["packed"], a["packed_ends"], max_length=14)],
+        "rows": [
+            foveal.left_aligned(a["kv"], a["lengths"]),
+            foveal.unpack(a["packed"], a["packed_ends"], max_length=14),
+        ],
         "attention": [attended, pull(attended), attention(*of_attention, a["indices"]), dense(*of_attention)],
         "indexer": [
             selected,
             jax.value_and_grad(loss, argnums=(0, 1, 2))(*of_index),
             jax.value_and_grad(loss, argnums=(0, 1, 2))(*of_index, selected),
-            indexer_recall(
-                selected,
-                q=a["q"],
-                entries=a["entries"],
-                lse=attended[1],
-                sinks=a["sinks"],
-                visibility=visibility,
-            ),
+            foveal.indexer_recall(selected, **teacher),
         ],
         "parts": [
-            pool_windows(a["values"], a["values"], a["bias"], layout, overlap=True),
-            (table, apply_rope(a["q"], table, inverse=True)),
-            grouped_projection(a["q"], a["groups"]),
+            foveal.pool_windows(a["values"], a["values"], a["bias"], layout, overlap=True),
+            (table, foveal.apply_rope(a["q"], table, inverse=True)),
+            foveal.grouped_projection(a["q"], a["groups"]),
         ],
     }
 

@@ -13,14 +13,14 @@ from tests.support import core_attention as support
 from tests.support.core_attention import UNOPTIMIZED, both_ways, operands
 from tests.support.programs import equations
 
-B, H, D, W, M = 2, 4, 32, 128, 16
+B, H, D, W, M = 2, 2, 32, 128, 16
 STATIC, DYNAMIC = Splash(interpret=True), SplashDynamic(interpret=True)
 
 
-def problem(length: int, ratio: int, seed: int = 0, dtype: Any = np.float32):
+def problem(length: int, ratio: int, seed: int = 0, dtype: Any = np.float32, heads: int = H):
     """Arguments, and cotangents of norm 1 for output and log-sum-exp."""
     rng, slots = np.random.default_rng([seed, length, ratio]), length // ratio if ratio else 0
-    return operands(rng, B, length, H, D, slots, dtype)
+    return operands(rng, B, length, heads, D, slots, dtype)
 
 
 def unpacked(length: int, ratio: int, window: int = W) -> Visibility:
@@ -34,22 +34,30 @@ def output_only(args, visibility, indices, implementation):
     )
 
 
-attend = jax.jit(both_ways, static_argnums=(4, 5), compiler_options=UNOPTIMIZED)
-output_of = jax.jit(output_only, static_argnums=3, compiler_options=UNOPTIMIZED)
+_both_ways = jax.jit(both_ways, static_argnums=(4, 5), compiler_options=UNOPTIMIZED)
+from_segment_ids = jax.jit(Documents.from_segment_ids, static_argnames="alignment")
+
+
+def attend(args, visibility, indices, cotangents, implementation, scale=None):
+    return _both_ways(args, visibility, indices, cotangents, implementation, scale)
 
 
 def densely(args, visibility, indices, cotangents, scale=None):
-    """In float32."""
+    """In float32, and by one program for a shape, whatever is known about its documents."""
     args, cotangents = jax.tree.map(lambda a: np.asarray(a, np.float32), (args, cotangents))
+    documents = Documents(document_start=visibility.documents.document_start)
+    visibility = Visibility(documents, visibility.sliding_window, visibility.compress_ratio)
     return attend(args, visibility, indices, cotangents, "dense", scale)
 
 
-def assert_same(actual, expected, dtype: Any = np.float32) -> None:
-    """Its kernels round weights to bfloat16, so that the log-sum-exp is no better either."""
-    support.assert_same(actual, expected, dtype, lse_dtype=dtype)
+def assert_matches_dense(args, visibility, cotangents, implementation, indices=None, scale=None):
+    """Returns the results. Its kernels round weights to bfloat16, so that the log-sum-exp is no better either."""
+    got, dtype = attend(args, visibility, indices, cotangents, implementation, scale), args[0].dtype
+    support.assert_same(got, densely(args, visibility, indices, cotangents, scale), dtype, lse_dtype=dtype)
+    return got
 
 
-def packed(length: int, seed: int, *, ratio: int = M, align: int = M, window: int = W) -> Visibility:
+def packed(length: int, seed: int, *, ratio: int = M, align: int = M) -> Visibility:
     """Documents at multiples of `align`, any length; padding at the left, between and at the end, and none between."""
     rng, ids = np.random.default_rng([seed, length]), np.zeros((B, length), np.int32)
     for b in range(B):
@@ -59,13 +67,12 @@ def packed(length: int, seed: int, *, ratio: int = M, align: int = M, window: in
             ids[b, row : min(row + size, length - 3)] = number
             gap = align * int(rng.integers(0, 2))
             row, number = -(-(row + size) // align) * align + gap, number + 1
-    return Visibility(Documents.from_segment_ids(ids, alignment=align), window, ratio)
+    return Visibility(from_segment_ids(ids, alignment=align).checked(), W, ratio)
 
 
-def of_other_queries(cotangents, lost: np.ndarray):
-    """The cotangents without those of the queries `lost` [B, S, H]."""
-    d_out, d_lse = cotangents
-    return np.where(lost[..., None], 0.0, d_out).astype(d_out.dtype), np.where(lost, 0.0, d_lse).astype(d_lse.dtype)
+def padding_of(visibility: Visibility) -> np.ndarray:
+    starts = np.asarray(visibility.documents.document_start)
+    return starts > np.arange(starts.shape[1])
 
 
 def kernels(program: jex.ClosedJaxpr) -> int:

@@ -83,28 +83,14 @@ def kernels(lowered: Any) -> int:
 
 @every_spec
 @every_layer
-def test_with_a_mesh_set_another_is_chosen(ratio, spec, auto):
+@pytest.mark.parametrize("shown", ["set", "by the operands", "by explicit axes"])
+def test_wherever_the_mesh_shows_another_is_chosen(shown, ratio, spec, monkeypatch, auto):
+    mesh = mesh_of(AxisType.Explicit) if shown == "by explicit axes" else auto
+    if shown == "by the operands":  # as in a process that has TPUs, which JAX then takes for the platform
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     traced = Traced()
-    with jax.set_mesh(auto):
-        assert kernels(jax.jit(traced).lower(*structs(ratio, auto, spec))) == 0
-    traced.assert_left_to_chunked()
-
-
-@every_spec
-@every_layer
-def test_the_mesh_of_the_operands_is_enough(ratio, spec, monkeypatch, auto):
-    """No mesh is set: as in a process that has TPUs, which JAX then takes for the platform."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    traced = Traced()
-    assert kernels(jax.jit(traced).lower(*structs(ratio, auto, spec))) == 0
-    traced.assert_left_to_chunked()
-
-
-@every_spec
-@every_layer
-def test_with_explicit_axes_another_is_chosen(ratio, spec):
-    mesh, traced = mesh_of(AxisType.Explicit), Traced()
-    assert kernels(jax.jit(traced).lower(*structs(ratio, mesh, spec))) == 0
+    with jax.set_mesh(mesh) if shown == "set" else contextlib.nullcontext():
+        assert kernels(jax.jit(traced).lower(*structs(ratio, mesh, spec))) == 0
     traced.assert_left_to_chunked()
 
 

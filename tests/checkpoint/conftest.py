@@ -8,7 +8,8 @@ import pytest
 from foveal import AttentionConfig, Dialect
 from foveal.checkpoint.files import SINGLE
 from foveal.testing.checkpoints import write_random_checkpoint
-from tests.checkpoint.faulty import CONFIG, Tensors, tensors_of
+from tests.checkpoint import faulty
+from tests.checkpoint.faulty import CONFIG, Checkpoint, Tensors, tensors_of
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +60,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Dialect, str],
 @pytest.fixture
 def fp8(sound: dict[tuple[Dialect, str], Tensors]) -> Tensors:
     return dict(sound[Dialect.DEEPSEEK, "fp8"])
+
+
+@pytest.fixture
+def checkpoint(fp8: Tensors, tmp_path: pathlib.Path) -> Checkpoint:
+    """Writes DeepSeek's checkpoint in FP8 with a change, or what else is given, and says where."""
+    return lambda change=(), tensors=fp8: faulty.written(tmp_path, faulty.changed(tensors, dict(change)))

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ L0, L1, L2 = "layers.0.attn.", "layers.1.attn.", "layers.2.attn."
 WQ_A, WKV = L0 + "wq_a", L0 + "wkv"
 BYTES = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "BOOL": 1}
 Tensors = dict[str, Held]
+Change = dict[str, Held | None]
+"""Tensors to put in; None takes one out."""
+Checkpoint = Callable[..., pathlib.Path]
+"""The fixture `checkpoint`."""
 
 
 def zeros(dtype: str, *shape: int) -> Held:
@@ -29,6 +34,10 @@ def written(directory: pathlib.Path, tensors: Tensors) -> pathlib.Path:
     (directory / SINGLE).write_bytes(packed(tensors))
     (directory / "config.json").write_text(json.dumps(CONFIG.to_hf_config()))
     return directory
+
+
+def changed(tensors: Tensors, change: Change) -> Tensors:
+    return {name: held for name, held in (tensors | change).items() if held is not None}
 
 
 def tensors_of(file: pathlib.Path) -> Tensors:

@@ -20,6 +20,7 @@ SHARDS: dict[str, Entries] = {
     "sub/b.safetensors": {"z": ("F8_E4M3", [3], b"abc")},
 }
 WEIGHT_MAP = {name: file for file, entries in SHARDS.items() for name in entries}
+RIGHT = {name: data for entries in SHARDS.values() for name, (_, _, data) in entries.items()}
 
 
 class Place(NamedTuple):
@@ -48,10 +49,9 @@ def place(tmp_path: pathlib.Path) -> Place:
 
 
 def test_an_index_is_followed_into_its_directory_and_below(place: Place) -> None:
-    expected = {name: data for entries in SHARDS.values() for name, (_, _, data) in entries.items()}
     for path in (place.directory, place.directory / INDEX):
         files = CheckpointFiles(path)
-        assert contents(files) == expected
+        assert contents(files) == RIGHT
         assert files.files == tuple(sorted(place.directory / file for file in SHARDS))
 
 
@@ -181,9 +181,7 @@ DISAGREEING: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize(("weight_map", "name", "message"), DISAGREEING.values(), ids=DISAGREEING)
-def test_an_index_at_odds_with_its_files_is_refused(
-    weight_map: dict[str, str], name: str, message: str, place: Place
-) -> None:
+def test_an_index_at_odds_with_its_files_is_refused(weight_map: Any, name: str, message: str, place: Place) -> None:
     place.write_index({"weight_map": weight_map})
     files = CheckpointFiles(place.directory)
     for _ in range(2):  # asked again, it has not been forgotten
@@ -210,13 +208,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def assert_index_refused_or_right(place: Place, text: bytes) -> None:
     """Whatever an index says: of the directory's tensors, or an error; and no other file is touched."""
-    right = {name: data for entries in SHARDS.values() for name, (_, _, data) in entries.items()}
     (place.directory / INDEX).write_bytes(text)
     with recorded_opens() as opened, contextlib.suppress(CheckpointError):
         files = CheckpointFiles(place.directory)
         for name in files.where:
             with contextlib.suppress(CheckpointError):
-                assert files.tensor(name).read().tobytes() == right[name]
+                assert files.tensor(name).read().tobytes() == RIGHT[name]
     assert opened[0] == place.directory / INDEX
     assert all(path.is_relative_to(place.directory) for path in opened)
 
@@ -243,25 +240,29 @@ def test_indexes_of_any_json_lead_to_no_other_file(weight_map: Any, kept: bool, 
 # --- Directories without an index ------------------------------------------------------------------------------------
 
 
+A, B = packed({"x": ("F32", [1], b"1234")}), packed({"y": ("F32", [1], b"5678")})
+
+
+def written(directory: pathlib.Path, **files: bytes) -> pathlib.Path:
+    for name, content in files.items():
+        (directory / f"{name}.safetensors").write_bytes(content)
+    return directory
+
+
 def test_without_an_index_all_files_of_the_directory_are_read(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(packed({"x": ("F32", [1], b"1234")}))
-    (tmp_path / "b.safetensors").write_bytes(packed({"y": ("F32", [1], b"5678")}))
+    written(tmp_path, a=A, b=B)
     assert contents(CheckpointFiles(tmp_path)) == {"x": b"1234", "y": b"5678"}
     assert contents(CheckpointFiles(tmp_path / "b.safetensors")) == {"y": b"5678"}
 
 
 def test_one_tensor_in_two_files_is_refused_by_all_their_names(tmp_path: pathlib.Path) -> None:
-    for file in ("a.safetensors", "b.safetensors"):
-        (tmp_path / file).write_bytes(packed({"x": ("F32", [1], b"1234")}))
     with pytest.raises(CheckpointError, match=r"x: both in a\.safetensors and in b\.safetensors"):
-        CheckpointFiles(tmp_path)
+        CheckpointFiles(written(tmp_path, a=A, b=A))
 
 
 def test_a_damaged_file_among_others_is_named(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(CONTENT)
-    (tmp_path / "b.safetensors").write_bytes(CONTENT[:-1])
     with pytest.raises(CheckpointError, match=r"b\.safetensors: expected a safetensors file"):
-        CheckpointFiles(tmp_path)
+        CheckpointFiles(written(tmp_path, a=A, b=B[:-1]))
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing.json", "nothing.safetensors", "nothing/model.safetensors"])

@@ -1,6 +1,7 @@
 """MaxText's trees: its names, its layouts, its scanned layers, and back."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -11,24 +12,28 @@ import pytest
 from flax import nnx, traverse_util
 from flax.core import meta
 
-from foveal import AttentionConfig, CheckpointError, CompressedAttention, LayerType, from_maxtext, to_maxtext
+from foveal import AttentionConfig, CheckpointError, LayerType, from_maxtext, to_maxtext
 from foveal.checkpoint.maxtext import UNSCANNED
-from foveal.testing.generators import random_params
-from foveal.testing.parameters import get_params, set_params
-from tests.checkpoint.rewriting import assert_same
+from foveal.testing.parameters import get_params
+from tests.checkpoint.rewriting import assert_same, layers_of
 
 FLASH = AttentionConfig.deepseek_v4_flash()
 # As many layers as show the pattern: sliding, sliding, CSA, then HCA and CSA in turn.
 CONFIG = dataclasses.replace(AttentionConfig.tiny(), num_attention_heads=6, layer_types=FLASH.layer_types[:9])
 
 
-@pytest.fixture(scope="module")
+def first(count: int) -> AttentionConfig:
+    return dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:count])
+
+
+@pytest.fixture
 def layers():
-    made = {}
-    for index, layer_type in enumerate(CONFIG.layer_types):
-        made[index] = CompressedAttention(CONFIG, index, rngs=nnx.Rngs(0))
-        set_params(made[index], random_params(CONFIG, layer_type, index))
-    return made
+    return layers_of(CONFIG)
+
+
+def cast(leaf, dtype) -> jax.Array:
+    """By NumPy: JAX would compile a program for each shape."""
+    return jnp.asarray(np.asarray(leaf).astype(dtype))
 
 
 def flat(tree) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def test_the_released_models_can_be_scanned(model):
 
 
 def test_dtypes(layers):
-    tree = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), to_maxtext(layers))
+    tree = jax.tree.map(lambda leaf: cast(leaf, jnp.bfloat16), to_maxtext(layers))
     made = from_maxtext(tree, CONFIG, dtype=jnp.bfloat16)
     for name, value in get_params(made[2]).items():
         assert value.dtype == (jnp.bfloat16 if name.endswith("kernel") else jnp.float32)
@@ -135,58 +140,53 @@ def test_all_that_is_wrong_is_named(layers):
 @pytest.mark.parametrize(
     ("make", "got"),
     [
-        (lambda leaf: leaf.astype(jnp.int8), "int8"),
-        (lambda leaf: leaf.astype(jnp.complex64), "complex64"),
-        (lambda leaf: leaf.astype(jnp.float8_e4m3fn), "float8_e4m3fn"),
+        *((functools.partial(cast, dtype=dtype), dtype) for dtype in ("int8", "complex64", "float8_e4m3fn")),
         (lambda leaf: np.asarray(leaf).tolist(), "list"),
         (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "ShapeDtypeStruct"),
-        (lambda leaf: ..., "ellipsis"),
+        (lambda leaf: ..., "ellipsis"),  # Orbax's placeholder
         (lambda leaf: np.array(None), "object"),
     ],
-    ids=["int8", "complex64", "FP8 without scales", "lists", "shapes", "Orbax's placeholder", "objects"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_leaves_that_are_no_arrays_of_floats(make, got, layers):
-    one = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:1])
     with pytest.raises(CheckpointError) as caught:
-        from_maxtext(jax.tree.map(make, to_maxtext({0: layers[0]})), one)
+        from_maxtext(jax.tree.map(make, to_maxtext({0: layers[0]})), first(1))
     assert len(caught.value.problems) == 8
     assert all(problem.endswith(f": expected an array of floats, got {got}") for problem in caught.value.problems)
 
 
 def test_a_leaf_that_is_none_is_missing_and_leaves_nothing_at_its_initial_value(layers):
-    one = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:1])
     for scan in (False, True):
         tree = to_maxtext(layers if scan else {0: layers[0]}, scan=scan)
         with pytest.raises(CheckpointError) as caught:
-            from_maxtext(jax.tree.map(lambda leaf: None, tree), CONFIG if scan else one)
+            from_maxtext(jax.tree.map(lambda leaf: None, tree), CONFIG if scan else first(1))
         assert set(caught.value.problems) == {f"{name}: missing" for name in flat(tree)}
 
 
-def test_trees_as_flax_holds_them(layers):
+def test_trees_as_flax_holds_them():
     """Boxed with their axes, as Linen makes them; as a state of NNX; in mappings that are no dicts; of NumPy arrays."""
-    tree = to_maxtext(layers)
+    few = layers_of(first(4))
+    tree = to_maxtext(few)
     boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, (None,) * leaf.ndim), tree)
     as_state = {"params": nnx.State(jax.tree.map(nnx.Param, tree["params"]))}
     frozen = {"params": types.MappingProxyType({"decoder": types.MappingProxyType(tree["params"]["decoder"])})}
     for held in (boxed, as_state, frozen, jax.tree.map(np.asarray, tree)):
-        assert_same(from_maxtext(held, CONFIG), layers)
+        assert_same(from_maxtext(held, first(4)), few)
 
 
 def test_a_stack_of_the_wrong_height(layers):
     tree = to_maxtext(layers, scan=True)
-    with pytest.raises(
-        CheckpointError, match=r"scanned_blocks-layers_0-.*sinks: expected shape \[6, 2\], got \[6, 3\]"
-    ):
-        from_maxtext(tree, dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:7]))
+    message = r"scanned_blocks-layers_0-.*sinks: expected shape \[6, 2\], got \[6, 3\]"
+    with pytest.raises(CheckpointError, match=message):
+        from_maxtext(tree, first(7))
 
 
 def test_bad_arguments(layers, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     with pytest.raises(ValueError, match=r"layers: expected all 9 layers, to be scanned over, got \[0, 1\]"):
         to_maxtext({0: layers[0], 1: layers[1]}, scan=True)
-    uneven = dataclasses.replace(CONFIG, layer_types=CONFIG.layer_types[:8])
     with pytest.raises(ValueError, match="layers: expected two alternating types from layer 3 on"):
-        from_maxtext(to_maxtext(layers, scan=True), uneven)
+        from_maxtext(to_maxtext(layers, scan=True), first(8))
     none: Any = None
     with pytest.raises(ValueError, match="config: expected an AttentionConfig, got NoneType"):
         from_maxtext(to_maxtext(layers), none)

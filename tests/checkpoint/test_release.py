@@ -15,28 +15,30 @@ PUBLISHED = {"flash": (69_187, 159_609_485_896), "pro": (145_116, 864_704_792_69
 COUNTS = {LayerType.SLIDING: 13, LayerType.HCA: 17, LayerType.CSA: 24}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request):
-    return request.param
+every_model = pytest.mark.parametrize("model", MODELS)
 
 
-def test_all_tensors_to_the_byte(model):
+def tensors_of(model, scale_dtype="F8_E8M0", **changes):
     config, raw = MODELS[model]
-    tensors = released_tensors(raw, config)
+    tensors = released_tensors(raw | changes, config, scale_dtype=scale_dtype)
     assert tensors is not None
+    return tensors
+
+
+@every_model
+def test_all_tensors_to_the_byte(model):
+    tensors = tensors_of(model)
     assert (len(tensors), sum(spec.size for spec in tensors.values())) == PUBLISHED[model]
 
 
 def test_those_of_the_mtp_layer():
-    config, raw = MODELS["flash"]
-    tensors = released_tensors(raw, config)
-    assert tensors is not None
+    tensors = tensors_of("flash")
     assert sum(name.startswith("mtp.0.") for name in tensors) == 1575
-    assert released_tensors(raw | {"num_nextn_predict_layers": 0}, config) == {
-        name: spec for name, spec in tensors.items() if not name.startswith("mtp.")
-    }
+    others = {name: spec for name, spec in tensors.items() if not name.startswith("mtp.")}
+    assert tensors_of("flash", num_nextn_predict_layers=0) == others
 
 
+@every_model
 def test_the_attention_of_each_layer(model):
     config, _ = MODELS[model]
     for layer, layer_type in enumerate(config.layer_types):
@@ -85,10 +87,10 @@ def test_the_hca_compressor_of_pro():
     assert tensors["layers.0.attn.wo_a.weight"] == ("F8_E4M3", (16384, 4096))
 
 
+@every_model
 def test_base_models_have_float32_scales_and_fp8_experts(model):
     config, raw = MODELS[model]
-    base = released_tensors(raw | {"expert_dtype": "fp8"}, config, scale_dtype="F32")
-    assert base is not None
+    base = tensors_of(model, "F32", expert_dtype="fp8")
     assert len(base) == PUBLISHED[model][0]
     assert {spec.dtype for name, spec in base.items() if name.endswith(".scale")} == {"F32"}
     assert base["layers.5.ffn.experts.9.w2.weight"].shape == (config.hidden_size, raw["moe_intermediate_size"])
@@ -102,18 +104,12 @@ def test_other_names_are_the_same_tensors():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("key", "value"),
     [
-        {"vocab_size": None},
-        {"dspark_block_size": 5},
-        {"n_routed_experts": 10**9},
-        {"n_routed_experts": 10**6},
-        {"num_nextn_predict_layers": 10**5},
-        {"num_hash_layers": -1},
-        {"hc_mult": True},
+        *(("vocab_size", None), ("dspark_block_size", 5), ("n_routed_experts", 10**9), ("n_routed_experts", 10**6)),
+        *(("num_nextn_predict_layers", 10**5), ("num_hash_layers", -1), ("hc_mult", True)),
     ],
-    ids=str,
 )
-def test_what_is_not_known_is_not_guessed(change):
+def test_what_is_not_known_is_not_guessed(key, value):
     config, raw = MODELS["flash"]
-    assert released_tensors(raw | change, config) is None
+    assert released_tensors(raw | {key: value}, config) is None

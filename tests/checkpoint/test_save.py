@@ -9,24 +9,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.typing import DTypeLike
 
-from foveal import AttentionConfig, CompressedAttention, Dialect, LayerType, load_attention, save_attention
-from foveal.checkpoint import writing
+from foveal import AttentionConfig, Dialect, LayerType, load_attention, save_attention
 from foveal.checkpoint.files import CheckpointFiles
 from foveal.testing.checkpoints import write_random_checkpoint
-from foveal.testing.generators import random_params
 from foveal.testing.parameters import get_params, set_params
-from tests.checkpoint.rewriting import assert_same
-
-
-def layers_of(config, dtype: DTypeLike = jnp.float32, param_dtype=None):
-    made = {}
-    for index, layer_type in enumerate(config.layer_types):
-        kinds = {"dtype": dtype, "param_dtype": param_dtype or dtype}
-        made[index] = CompressedAttention(config, index, **kinds, rngs=nnx.Rngs(0))
-        set_params(made[index], random_params(config, layer_type, index))
-    return made
+from tests.checkpoint.rewriting import assert_same, layer_of, layers_of
+from tests.support.trees import assert_equal_leaves
 
 
 @pytest.mark.parametrize("dialect", Dialect)
@@ -34,14 +23,7 @@ def layers_of(config, dtype: DTypeLike = jnp.float32, param_dtype=None):
 def test_what_was_saved_is_loaded_to_the_bit(dialect, dtype, ragged, tmp_path):
     layers = layers_of(ragged, getattr(jnp, dtype))
     save_attention(tmp_path / "saved", layers, dialect=dialect)
-    loaded = load_attention(tmp_path / "saved")  # in the narrowest dtype that holds it
-    for index, layer in layers.items():
-        assert loaded[index].config == layer.config
-        got, want = get_params(loaded[index]), get_params(layer)
-        assert got.keys() == want.keys()
-        for name in want:
-            assert got[name].dtype == want[name].dtype
-            np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8))
+    assert_same(load_attention(tmp_path / "saved"), layers)  # in the narrowest dtype that holds it
 
 
 @pytest.mark.parametrize(("scales", "stored"), [("e8m0", "BF16"), ("float32", "F32")])
@@ -70,12 +52,11 @@ def test_each_layer_keeps_its_dtypes(ragged, tmp_path):
 
 
 def test_numbers_of_every_kind_come_back(ragged, tmp_path):
-    layer = layers_of(ragged)[0]
+    layer = layer_of(ragged, 0)
     odd = np.array([np.nan, np.inf, -np.inf, -0.0, np.finfo(np.float32).tiny / 3, 1 + 2**-23], np.float32)
     set_params(layer, get_params(layer) | {"sinks": odd})
     save_attention(tmp_path / "saved", {0: layer})
-    loaded = load_attention(tmp_path / "saved", layers=[0])[0]
-    np.testing.assert_array_equal(np.asarray(loaded.sinks[...]).view(np.uint32), odd.view(np.uint32))
+    assert_same(load_attention(tmp_path / "saved", layers=[0]), {0: layer})
 
 
 def test_some_layers_under_their_own_indices(ragged, tmp_path):
@@ -117,15 +98,15 @@ def test_sharded_arrays_are_gathered(ragged, tmp_path):
 # ---------------------------------------------------------------------------------------------------- whole or nothing
 
 
-@pytest.mark.parametrize("failing", ["save_file", "_write_json", "_sync"])
+@pytest.mark.parametrize(
+    "failing",
+    ["safetensors.numpy.save_file", "foveal.checkpoint.writing._write_json", "foveal.checkpoint.writing._sync"],
+)
 def test_nothing_is_left_of_what_fails(failing, ragged, tmp_path, monkeypatch):
     def fail(*args, **options):
         raise OSError("no space left")
 
-    if failing == "save_file":
-        monkeypatch.setattr("safetensors.numpy.save_file", fail)
-    else:
-        monkeypatch.setattr(writing, failing, fail)
+    monkeypatch.setattr(failing, fail)
     with pytest.raises(OSError, match="no space left"):
         save_attention(tmp_path / "saved", layers_of(ragged))
     assert os.listdir(tmp_path) == []
@@ -189,7 +170,7 @@ def test_others_may_read_it_as_the_umask_says(ragged, tmp_path):
 def test_bad_arguments(ragged, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     layers, other = layers_of(ragged), layers_of(AttentionConfig.tiny())
-    whole = layers_of(ragged)[0]
+    whole = layer_of(ragged, 0)
     whole.q_a_proj.kernel = nnx.Param(jnp.zeros((160, 136), jnp.int8))
     cases = [
         ({}, {}, "layers: expected a mapping of indices to layers, got an empty one"),
@@ -225,7 +206,5 @@ def test_orbax_keeps_the_state_of_training(ragged, tmp_path):
         checkpointer.save(tmp_path / "training", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "training", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert_equal_leaves(restored, state)
     assert layer.layer_type is LayerType.CSA

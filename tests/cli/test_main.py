@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import shlex
@@ -72,26 +73,11 @@ def test_other_exceptions_in_destructors_are_left_to_whom_they_concern(monkeypat
 # --- Output that cannot be written ------------------------------------------------------------------------------------
 
 REPORT = {"verdict": "compiles", "message": ""}
-COMMANDS = [
-    [],
-    ["--help"],
-    ["--version"],
-    ["verify", "--help"],
-    ["cache"],
-    ["cache", "--json"],
-    ["verify", "{folder}"],
-    ["verify", "{folder}", "--json"],
-    ["compile"],
-    ["compile", "--json"],
-    ["demo"],
-]
+COMMANDS = ["", "--help", "--version", "verify --help", "cache", "cache --json", "verify {folder}"]
+COMMANDS += ["verify {folder} --json", "compile", "compile --json", "demo"]
 LEFT = 141  # 128 + SIGPIPE, as a shell says of other programs
-
-
-def to(stream: io.TextIOWrapper | None, command, folder, monkeypatch) -> int:
-    monkeypatch.setattr("foveal.cli.compile._in_a_process", lambda case, timeout, cycles: REPORT)
-    monkeypatch.setattr("sys.stdout", stream)
-    return main([part.replace("{folder}", str(folder)) for part in command])
+FULL_ERROR = "foveal: error: cannot write to standard output: No space left on device\n"
+CLOSED_ERROR = "foveal: error: cannot write to standard output: it is closed\n"
 
 
 def left_pipe() -> io.TextIOWrapper:
@@ -100,25 +86,23 @@ def left_pipe() -> io.TextIOWrapper:
     return open(writing, "w")
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("buffering", [1, -1], ids=["lines", "blocks"])
-def test_a_full_device_ends_every_command_with_one_line(command, buffering, tmp_path, monkeypatch, capsys):
-    with open("/dev/full", "w", buffering=buffering) as full:
-        assert to(full, command, tmp_path, monkeypatch) == 2
-    assert capsys.readouterr().err == "foveal: error: cannot write to standard output: No space left on device\n"
+STREAMS = {
+    "full, by lines": (functools.partial(open, "/dev/full", "w", buffering=1), 2, FULL_ERROR),
+    "full, by blocks": (functools.partial(open, "/dev/full", "w"), 2, FULL_ERROR),
+    "left by its reader": (left_pipe, LEFT, ""),
+    "closed": (contextlib.nullcontext, 2, CLOSED_ERROR),
+}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_reader_who_has_left_ends_every_command_without_a_word(command, tmp_path, monkeypatch, capsys):
-    with left_pipe() as pipe:
-        assert to(pipe, command, tmp_path, monkeypatch) == LEFT
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_closed_output_is_a_mistake_in_the_set_up(command, tmp_path, monkeypatch, capsys):
-    assert to(None, command, tmp_path, monkeypatch) == 2
-    assert capsys.readouterr().err == "foveal: error: cannot write to standard output: it is closed\n"
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_an_output_that_cannot_be_written_ends_every_command(stream, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("foveal.cli.compile._in_a_process", lambda case, timeout, cycles: REPORT)
+    opened, code, said = STREAMS[stream]
+    with opened() as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main([part.replace("{folder}", str(tmp_path)) for part in command.split()]) == code
+    assert capsys.readouterr().err == said
 
 
 def test_a_long_command_ends_with_the_next_line_that_nobody_reads(monkeypatch):
@@ -141,12 +125,10 @@ def test_a_file_that_is_full_is_not_taken_for_the_output(monkeypatch):
         main(["cache"])
 
 
-@pytest.mark.parametrize("stream", ["closed", "full", "left"])
+@pytest.mark.parametrize("stream", ["full, by lines", "left by its reader", "closed"])
 def test_where_nobody_can_be_told_the_code_says_it(stream, monkeypatch):
-    with contextlib.ExitStack() as opened:
-        streams = {"closed": lambda: None, "full": lambda: opened.enter_context(open("/dev/full", "w", buffering=1))}
-        streams["left"] = lambda: opened.enter_context(left_pipe())
-        monkeypatch.setattr("sys.stderr", streams[stream]())
+    with STREAMS[stream][0]() as error:
+        monkeypatch.setattr("sys.stderr", error)
         assert main(["cache", "--length", "x"]) == 2
         assert main(["verify"]) == 2
 
@@ -154,8 +136,8 @@ def test_where_nobody_can_be_told_the_code_says_it(stream, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("cache --json > /dev/full", 2, "foveal: error: cannot write to standard output: No space left on device\n"),
-        ("cache >&-", 2, "foveal: error: cannot write to standard output: it is closed\n"),
+        ("cache --json > /dev/full", 2, FULL_ERROR),
+        ("cache >&-", 2, CLOSED_ERROR),
         ("cache | :", LEFT, ""),
         ("cache --length x 2> /dev/full", 2, ""),
     ],
@@ -169,10 +151,16 @@ def test_the_process_ends_as_the_command_does(line, code, said):
     assert done.stdout == ""
 
 
-def test_without_a_command_there_is_help(capsys):
-    assert main([]) == 0
-    bare = capsys.readouterr()
+def test_help_and_version(capsys):
     assert main(["--help"]) == 0
-    assert bare == capsys.readouterr()
+    found = capsys.readouterr()
+    assert main([]) == 0
+    assert capsys.readouterr() == found
     for command in ("demo", "compile", "cache", "verify"):
-        assert command in bare.out
+        assert command in found.out
+    assert main(["demo", "--help"]) == 0
+    of_demo = capsys.readouterr()
+    assert "demo" in of_demo.out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr() == (f"foveal {foveal.__version__}\n", "")
+    assert found.err == of_demo.err == ""

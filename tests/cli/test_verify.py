@@ -13,10 +13,12 @@ from foveal.checkpoint.names import ROWS
 from foveal.cli import verify
 from foveal.cli.main import main
 from foveal.cli.verify_files import config_complaints
-from foveal.extras import missing
 from foveal.testing.checkpoints import write_random_checkpoint
 from foveal.testing.parameters import get_params, set_params
 from tests.checkpoint.rewriting import rewrite, tensors_of
+
+TINY = AttentionConfig.tiny()
+YARN = RopeConfig(10_000.0, YarnConfig(4.0, 64, 32.0, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +28,20 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def lines_of(capsys, *arguments, code=0):
-    """The lines of JSON, of layers by index and the last one, of the checkpoint."""
-    assert main(["verify", *map(str, arguments), "--json"]) == code
-    lines = capsys.readouterr().out.splitlines()
-    # Without NaN and Infinity, which are no JSON.
-    *layers, last = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    return {line["layer"]: line for line in layers}, last
+@pytest.fixture
+def verified(rows):
+    """Verifies a checkpoint and returns the lines of JSON: of layers by index and the last one, of the checkpoint."""
+
+    def verified(*arguments: object, code: int = 0) -> tuple[dict[int, dict], dict]:
+        *layers, last = rows("verify", *arguments, code=code)
+        return {line["layer"]: line for line in layers}, last
+
+    return verified
 
 
 @pytest.mark.slow
-def test_random_weights_agree(capsys):
-    assert main(["verify", "--random", "--preset", "tiny"]) == 0
-    printed = capsys.readouterr().out
+def test_random_weights_agree(run):
+    printed = run("verify --random --preset tiny")
     assert "random weights, tiny: deepseek names" in printed
     assert "layers: 1 sliding, 1 CSA, 1 HCA" in printed
     # 13 + 24 + 17 tensors, as in a released model.
@@ -56,10 +59,10 @@ def test_random_weights_agree(capsys):
     assert printed.splitlines()[-1] == "agreement"
 
 
-def test_an_fp8_checkpoint_agrees_with_transformers(checkpoint, capsys):
+def test_an_fp8_checkpoint_agrees_with_transformers(checkpoint, verified):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    layers, last = lines_of(capsys, checkpoint, "--layer", 1)
+    layers, last = verified(checkpoint, "--layer", 1)
     assert last["compared_with"] == f"transformers {transformers.__version__}"
     assert last["complaints"] == []
     assert last["checkpoint"]["tensors"] == 54
@@ -76,9 +79,9 @@ def test_an_fp8_checkpoint_agrees_with_transformers(checkpoint, capsys):
     assert 0.9 < wide["same_entries"] <= 1
 
 
-def test_without_transformers_the_reference_is_compared_with(checkpoint, capsys, monkeypatch):
+def test_without_transformers_the_reference_is_compared_with(checkpoint, verified, monkeypatch):
     monkeypatch.setitem(sys.modules, "foveal.testing.peer", None)
-    layers, last = lines_of(capsys, checkpoint, "--layer", 1)
+    layers, last = verified(checkpoint, "--layer", 1)
     assert last["compared_with"].startswith("foveal.testing.reference (without transformers: ")
     assert last["complaints"] == []
     assert layers[1]["comparisons"]["float32"]["worst"] < 2e-5
@@ -93,17 +96,17 @@ def test_without_transformers_the_reference_is_compared_with(checkpoint, capsys,
     ],
     ids=["compressor", "indexer"],
 )
-def test_weights_in_the_wrong_places_do_not_agree(layer, one, other, complaint, checkpoint, capsys, monkeypatch):
+def test_weights_in_the_wrong_places_do_not_agree(layer, one, other, complaint, checkpoint, verified, monkeypatch):
     pytest.importorskip("torch")
     rows = {row.path: row for row in ROWS}
     swapped = {rows[one]: other, rows[other]: one}
     wrong = [dataclasses.replace(row, path=swapped.get(row, row.path)) for row in ROWS]
     monkeypatch.setattr("foveal.checkpoint.find.rows_of", lambda kind: tuple(row for row in wrong if row.is_in(kind)))
-    _, last = lines_of(capsys, checkpoint, "--layer", layer, code=1)
+    _, last = verified(checkpoint, "--layer", layer, code=1)
     assert any(complaint in line for line in last["complaints"])
 
 
-def test_an_indexer_that_is_wrong_in_bfloat16_alone_does_not_agree(checkpoint, capsys, monkeypatch):
+def test_an_indexer_that_is_wrong_in_bfloat16_alone_does_not_agree(checkpoint, verified, monkeypatch):
     def load(found, layer, **options):
         module = load_layer(found, layer, **options)
         if options["dtype"] == "bfloat16":
@@ -112,16 +115,16 @@ def test_an_indexer_that_is_wrong_in_bfloat16_alone_does_not_agree(checkpoint, c
         return module
 
     monkeypatch.setattr("foveal.checkpoint.load.load_layer", load)
-    _, last = lines_of(capsys, checkpoint, "--layer", 1, code=1)
+    _, last = verified(checkpoint, "--layer", 1, code=1)
     assert any("layer 1: bfloat16: selected entries" in line for line in last["complaints"])
     assert not any("float32" in line for line in last["complaints"])
 
 
-def test_numbers_that_are_not_finite_are_named(checkpoint, capsys, tmp_path):
+def test_numbers_that_are_not_finite_are_named(checkpoint, verified, tmp_path):
     arrays = tensors_of(checkpoint)
     arrays["layers.0.attn.attn_sink"] = np.array([1, np.nan, 0, np.inf], np.float32)
     rewrite(checkpoint, tmp_path / "broken", arrays)
-    layers, last = lines_of(capsys, tmp_path / "broken", "--layer", 0, code=1)
+    layers, last = verified(tmp_path / "broken", "--layer", 0, code=1)
     assert last["complaints"] == [
         "layer 0: sinks is not finite",
         "layer 0: float32: outputs are not finite",
@@ -131,10 +134,10 @@ def test_numbers_that_are_not_finite_are_named(checkpoint, capsys, tmp_path):
     assert layers[0]["statistics"]["sinks"] == ["nan", "nan"]
 
 
-def test_a_file_of_zeros_does_not_agree(checkpoint, capsys, tmp_path):
+def test_a_file_of_zeros_does_not_agree(checkpoint, verified, tmp_path):
     """As one has that was allocated, and whose download failed."""
     rewrite(checkpoint, tmp_path / "zero", {name: np.zeros_like(a) for name, a in tensors_of(checkpoint).items()})
-    layers, last = lines_of(capsys, tmp_path / "zero", "--layer", 1, code=1)
+    layers, last = verified(tmp_path / "zero", "--layer", 1, code=1)
     assert {"layer 1: q_a_proj.kernel is zero", "layer 1: compressor.kv_norm.scale is zero"} <= set(last["complaints"])
     assert any(
         "only rounding decides what the indexer selects, for every query that" in line for line in last["complaints"]
@@ -142,115 +145,102 @@ def test_a_file_of_zeros_does_not_agree(checkpoint, capsys, tmp_path):
     assert "sinks" not in layers[1]["statistics"]["zero"]  # that they may be
 
 
-def test_what_transformers_does_not_take_is_said(checkpoint, capsys, monkeypatch):
+def test_what_transformers_does_not_take_is_said(checkpoint, verified, monkeypatch):
     peer = pytest.importorskip("foveal.testing.peer")
 
     def refuse(*args, **others):
         raise RuntimeError("of another\nkind")
 
     monkeypatch.setattr(peer, "peer_of_checkpoint", refuse)
-    _, last = lines_of(capsys, checkpoint, "--layer", 0, code=1)
+    _, last = verified(checkpoint, "--layer", 0, code=1)
     assert last["complaints"] == ["layer 0: transformers failed: RuntimeError: of another kind"]
 
 
-@pytest.mark.slow
-def test_yarn_in_the_main_table(capsys, tmp_path):
-    config = dataclasses.replace(AttentionConfig.tiny(), rope=RopeConfig(10_000.0, YarnConfig(4.0, 64, 32.0, 1.0)))
-    write_random_checkpoint(tmp_path / "yarn", config, layers=[0])
-    _, last = lines_of(capsys, tmp_path / "yarn", "--layer", 0)
+@pytest.mark.parametrize(
+    ("layer", "change"),
+    [
+        pytest.param(0, {"rope": YARN}, id="YaRN in the main table", marks=pytest.mark.slow),
+        # With one index head, half of the queries have nothing but zeros to choose from, and torch chooses as it likes.
+        pytest.param(1, {"index_n_heads": 1}, id="equal scores"),
+    ],
+)
+def test_what_is_seldom_is_no_disagreement(layer, change, verified, tmp_path):
+    write_random_checkpoint(tmp_path / "seldom", dataclasses.replace(TINY, **change), layers=[layer])
+    _, last = verified(tmp_path / "seldom", "--layer", layer)
     assert last["complaints"] == []
 
 
-def test_a_config_in_the_spelling_of_deepseeks_inference_code(capsys, tmp_path):
+def test_a_config_in_the_spelling_of_deepseeks_inference_code(verified, tmp_path):
     """transformers does not read it, and would take its own defaults instead."""
-    tiny = AttentionConfig.tiny()
-    write_random_checkpoint(tmp_path / "made", tiny, layers=[0])
+    write_random_checkpoint(tmp_path / "made", TINY, layers=[0])
+    same = ["head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "index_n_heads", "index_head_dim", "index_topk"]
     names = {"hidden_size": "dim", "num_attention_heads": "n_heads", "qk_rope_head_dim": "rope_head_dim"}
     names |= {"sliding_window": "window_size", "rms_norm_eps": "norm_eps"}
     names |= {"num_layers": "n_layers", "csa_ratio": "compress_rate_csa", "hca_ratio": "compress_rate_hca"}
-    config = {name: getattr(tiny, field) for field, name in names.items()}
-    for field in (
-        "head_dim",
-        "q_lora_rank",
-        "o_groups",
-        "o_lora_rank",
-        "index_n_heads",
-        "index_head_dim",
-        "index_topk",
-    ):
-        config[field] = getattr(tiny, field)
+    config = {name: getattr(TINY, field) for field, name in (names | dict(zip(same, same, strict=True))).items()}
     config |= {"compress_ratios": [0, 4, 8], "rope_theta": 10_000.0, "compress_rope_theta": 160_000.0}
     config |= {"rope_factor": 16, "original_seq_len": 64, "beta_fast": 32, "beta_slow": 1}
     (tmp_path / "made" / "config.json").write_text(json.dumps(config))
-    _, last = lines_of(capsys, tmp_path / "made", "--layer", 0)
+    _, last = verified(tmp_path / "made", "--layer", 0)
     assert last["complaints"] == []
 
 
-def test_equal_scores_are_no_disagreement(capsys, tmp_path):
-    """With one index head, half of the queries have nothing but zeros to choose from, and torch chooses as it likes."""
-    write_random_checkpoint(tmp_path / "ties", dataclasses.replace(AttentionConfig.tiny(), index_n_heads=1))
-    _, last = lines_of(capsys, tmp_path / "ties", "--layer", 1)
-    assert last["complaints"] == []
-
-
-def test_a_layer_that_cannot_be_loaded_is_a_complaint_and_the_others_are_looked_at(checkpoint, capsys, tmp_path):
+def test_a_layer_that_cannot_be_loaded_is_a_complaint_and_the_others_are_looked_at(checkpoint, verified, run, tmp_path):
     arrays = tensors_of(checkpoint)
     scale = arrays["layers.0.attn.wq_a.scale"].copy()
     scale.view(np.uint8)[:] = 254  # 2^127
     rewrite(checkpoint, tmp_path / "large", arrays | {"layers.0.attn.wq_a.scale": scale})
-    layers, last = lines_of(capsys, tmp_path / "large", "--layer", 0, 2, code=1)
+    layers, last = verified(tmp_path / "large", "--layer", 0, 2, code=1)
     (complaint,) = last["complaints"]
     assert complaint.startswith("layer 0: ")
     assert "layers.0.attn.wq_a.weight: has numbers too large for float32" in complaint
     assert layers[0]["statistics"] is None
     assert layers[2]["comparisons"]["float32"]["worst"] < 2e-5
-    assert main(["verify", str(tmp_path / "large"), "--layer", "0"]) == 1  # the tables are printed too
+    run("verify", tmp_path / "large", "--layer", 0, code=1)  # the tables are printed too
 
 
 @pytest.fixture
 def sliding(tmp_path):
     """A checkpoint of one layer that is quickly run."""
-    config = dataclasses.replace(AttentionConfig.tiny(), layer_types=AttentionConfig.tiny().layer_types[:1])
-    write_random_checkpoint(tmp_path / "sliding", config)
+    write_random_checkpoint(tmp_path / "sliding", dataclasses.replace(TINY, layer_types=TINY.layer_types[:1]))
     return tmp_path / "sliding"
 
 
-def test_numbers_of_fp8_that_are_none_or_that_a_dtype_does_not_hold_are_named(sliding, capsys, tmp_path):
+def test_numbers_of_fp8_that_are_none_or_that_a_dtype_does_not_hold_are_named(sliding, verified, tmp_path):
     arrays, name = tensors_of(sliding), "layers.0.attn.wkv"
     for array, byte in ((arrays[name + ".weight"], 0x01), (arrays[name + ".scale"], 2)):
         array.view(np.uint8)[:] = byte
     rewrite(sliding, tmp_path / "small", arrays)
-    layers, last = lines_of(capsys, tmp_path / "small", code=1)
+    layers, last = verified(tmp_path / "small", code=1)
     small = f"{name}.weight: has numbers too small for bfloat16: 4.59177e-41 at [0, 0]"
     assert f"layer 0: {tmp_path}/small: {small}" in last["complaints"]
     assert layers[0]["statistics"]["zero"] == []  # in float32, which XLA computes with as if they were
     arrays[name + ".scale"].view(np.uint8)[:] = 255
     rewrite(sliding, tmp_path / "none", arrays)
-    _, last = lines_of(capsys, tmp_path / "none", code=1)
+    _, last = verified(tmp_path / "none", code=1)
     assert last["complaints"] == [f"layer 0: {tmp_path}/none: {name}.scale: expected numbers, got nan at [0, 0]"]
 
 
-def test_a_file_that_the_index_names_is_missed(sliding, capsys):
+def test_a_file_that_the_index_names_is_missed(sliding, verified):
     index = sliding / "model.safetensors.index.json"
     listed = json.loads(index.read_text())
     listed["weight_map"]["embed.weight"] = "gone.safetensors"
     index.write_text(json.dumps(listed))
-    layers, last = lines_of(capsys, sliding, code=1)
+    layers, last = verified(sliding, code=1)
     assert last["complaints"] == [f"{sliding}/gone.safetensors: there is no such file"]
     assert layers[0]["comparisons"]["float32"]["worst"] < 2e-5
     # Whoever asks for layers need not have the rest, nor have it whole.
-    assert lines_of(capsys, sliding, "--layer", 0)[1]["complaints"] == []
+    assert verified(sliding, "--layer", 0)[1]["complaints"] == []
     (sliding / "gone.safetensors").write_bytes(b"xx")
-    assert lines_of(capsys, sliding, "--layer", 0)[1]["complaints"] == []
-    _, last = lines_of(capsys, sliding, code=1)
+    assert verified(sliding, "--layer", 0)[1]["complaints"] == []
+    _, last = verified(sliding, code=1)
     assert "gone.safetensors: expected a safetensors file" in last["complaints"][0]
 
 
-def test_a_config_that_is_not_the_releases_does_not_agree(sliding, capsys, monkeypatch):
+def test_a_config_that_is_not_the_releases_does_not_agree(sliding, run, monkeypatch):
     monkeypatch.setattr("foveal.cli.verify_files.config_complaints", lambda config: ("config: another\x1b[2Kone\n",))
-    assert main(["verify", str(sliding)]) == 1
     # And nothing that a file says can steer the terminal or look like the last line.
-    assert capsys.readouterr().out.splitlines()[-1] == "config: another\\x1b[2Kone\\n"
+    assert run("verify", sliding, code=1).splitlines()[-1] == "config: another\\x1b[2Kone\\n"
 
 
 @pytest.mark.parametrize("model", ["deepseek_v4_flash", "deepseek_v4_pro"])
@@ -264,7 +254,7 @@ def test_a_config_that_is_nearly_a_released_models(model):
         f"config: index_topk is 100, which in DeepSeek-V4-{name} is {top_k}",
         f"config: rope is {RopeConfig(500.0)}, which in DeepSeek-V4-{name} is {RopeConfig(10_000.0)}",
     )
-    assert config_complaints(AttentionConfig.tiny()) == ()
+    assert config_complaints(TINY) == ()
 
 
 def test_each_layer_is_a_line_as_soon_as_it_was_looked_at(checkpoint, capsys, monkeypatch):
@@ -285,56 +275,25 @@ def test_each_layer_is_a_line_as_soon_as_it_was_looked_at(checkpoint, capsys, mo
     assert [json.loads(text)["layer"] for text in seen[1:]] == [0, 1]
 
 
-def test_no_checkpoint_at_all(capsys, tmp_path):
+def test_no_checkpoint_at_all(run, tmp_path):
     (tmp_path / "config.json").mkdir()
-    for path, complaint in (
-        (tmp_path, "or .safetensors files, got none"),
-        ("/dev/null", "expected a file, got something"),
-    ):
-        assert main(["verify", str(path)]) == 1
-        assert complaint in capsys.readouterr().out
+    assert "or .safetensors files, got none" in run("verify", tmp_path, code=1)
+    assert "expected a file, got something" in run("verify /dev/null", code=1)
 
 
-def test_every_wrong_tensor_is_named(checkpoint, capsys, tmp_path):
+def test_every_wrong_tensor_is_named(checkpoint, verified, run, tmp_path):
     arrays = tensors_of(checkpoint)
     del arrays["layers.1.attn.wkv.weight"]
     arrays["layers.2.attn.q_norm.weight"] = arrays["layers.2.attn.q_norm.weight"][1:]
     rewrite(checkpoint, tmp_path / "broken", arrays)
-    assert main(["verify", str(tmp_path / "broken")]) == 1
-    printed = capsys.readouterr().out
+    printed = run("verify", tmp_path / "broken", code=1)
     assert f"{tmp_path}/broken: layers.1.attn.wkv.weight: missing\n" in printed
     assert f"{tmp_path}/broken: layers.2.attn.q_norm.weight: expected shape [32], got [31]\n" in printed
-    _, last = lines_of(capsys, tmp_path / "broken", code=1)
+    _, last = verified(tmp_path / "broken", code=1)
     assert len(last["complaints"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected either PATH or --random"),
-        (["--random", "here"], "expected either PATH or --random, got both"),
-        (["here", "--preset", "flash"], "--preset: expected with --random only"),
-        (["no/such/place"], "no/such/place: there is no such file or directory"),
-        (["--random", "--layer", "3"], "--layer: expected 0 <= N < 3, the number of layers, got 3"),
-        (["--random", "--layer", "1", "1"], "--layer: expected each layer once, got 1 1"),
-        (["--random", "--tokens", "0"], "--tokens"),
-        (["--random", "--tokens", "15"], "--tokens: expected 16 to 4096, so that each layer has entries, got 15"),
-    ],
-    ids=str,
-)
-def test_mistakes_in_the_arguments(arguments, message, capsys):
-    assert main(["verify", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_windows_too_long_to_be_run(capsys, tmp_path):
-    config = dataclasses.replace(AttentionConfig.tiny(), hca_ratio=10_000)
-    write_random_checkpoint(tmp_path / "long", config, layers=[0])
+    write_random_checkpoint(tmp_path / "long", dataclasses.replace(TINY, hca_ratio=10_000), layers=[0])
     assert main(["verify", str(tmp_path / "long")]) == 2
     assert "the config's layers have no entries before 20000 tokens" in capsys.readouterr().err
-
-
-def test_what_is_missing_is_said(checkpoint, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert main(["verify", str(checkpoint)]) == 2
-    assert missing("safetensors", "checkpoint") in capsys.readouterr().err

@@ -13,6 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 PROMPTS = ["The ", 'The "with" statement']
 
 
+COUNT = 40
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint of a model that has learned nothing, so that no byte is far likelier than all others."""
@@ -24,21 +27,27 @@ def folder(tmp_path_factory):
     return out
 
 
-def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, capsys):
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """Its programs: one object, so that they are compiled once."""
+    return generate.load(folder)
+
+
+def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, loaded, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "load", {folder: loaded}.__getitem__)
     arguments = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-    found = generate.main([*arguments, "--bytes", "40", "--temperature", "0", "--out", str(folder)])
-    loaded = generate.load(folder)
+    found = generate.main([*arguments, "--bytes", str(COUNT), "--temperature", "0", "--out", str(folder)])
     texts = np.zeros((len(PROMPTS), found.capacity), np.int32)
     ids = np.zeros_like(texts)
     for row, (prompt, drawn) in enumerate(zip(PROMPTS, found.tokens, strict=True)):
-        texts[row, : len(prompt) + 40] = [*prompt.encode(), *drawn]
-        ids[row, : len(prompt) + 40] = 1
+        texts[row, : len(prompt) + COUNT] = [*prompt.encode(), *drawn]
+        ids[row, : len(prompt) + COUNT] = 1
     model = nnx.merge(loaded.graph, loaded.params)
     logits, _ = nnx.jit(model, static_argnums=2)(jnp.asarray(texts), jnp.asarray(ids), "top_k")
     for row, prompt, drawn in zip(np.asarray(logits), PROMPTS, found.tokens, strict=True):
-        before = row[len(prompt) - 1 : len(prompt) + 39]
+        before = row[len(prompt) - 1 : len(prompt) + COUNT - 1]
         # What was drawn is the likeliest, but for rounding.
-        np.testing.assert_allclose(before[np.arange(40), drawn], before.max(axis=1), rtol=1e-4)
+        np.testing.assert_allclose(before[np.arange(COUNT), drawn], before.max(axis=1), rtol=1e-4)
     printed = capsys.readouterr().out
     assert "this cache" in printed
     assert all(prompt in printed for prompt in PROMPTS)
@@ -47,11 +56,11 @@ def test_the_likeliest_bytes_are_those_of_a_full_pass(folder, capsys):
     assert found.cache_bytes < 2 * 3072 * found.capacity
 
 
-def test_the_seed_and_the_temperature_count(folder):
-    loaded = generate.load(folder)
+def test_the_seed_and_the_temperature_count(loaded):
+    prompts = [prompt.encode() for prompt in PROMPTS]
 
     def drawn(temperature: float, seed: int) -> list:
-        return loaded.generate([b"The "], 12, temperature=temperature, seed=seed, quiet=True).tokens.tolist()
+        return loaded.generate(prompts, COUNT, temperature=temperature, seed=seed, quiet=True).tokens.tolist()
 
     assert drawn(0.7, 1) == drawn(0.7, 1)
     assert drawn(0.7, 1) != drawn(0.7, 2)

@@ -5,7 +5,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from examples import train_tiny
 from foveal.testing.reference import reference_visibility
@@ -15,17 +14,26 @@ SHORT = ["--row-length", "160", "--batch-size", "4", "--test-rows", "8", "--warm
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
+class Alike(train_tiny.Trainer):
+    """Trainers that are equal, as here they differ in nothing: JAX takes the programs of the first for all."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        # Where Orbax puts what it restores: JAX compiles anew for arrays that are bound to a device.
+        self.initial = jax.device_put(self.initial, jax.devices()[0])
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Three runs of the same programs: JAX keeps what it compiled for the first."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("cache")), 0), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def compiled_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_tiny, "Trainer", Alike)
+        yield
 
 
 def run(arguments: list[str]) -> train_tiny.Log:

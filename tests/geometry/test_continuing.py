@@ -1,5 +1,7 @@
 """Rows that continue a document see what the same rows of the whole document see."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,9 @@ from hypothesis import strategies as st
 
 from foveal.geometry import Documents, EntryRange, Visibility, WindowLayout, window_halo
 from foveal.testing.generators import random_segment_ids
+from foveal.testing.reference import reference_visibility
 
 SIZE = 9  # new rows
-
-
 WHOLE = 40
 
 
@@ -20,40 +21,53 @@ def row(length, count):
     return jnp.array([length], jnp.int32), jnp.array([count], jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def sight_of(length, count, window, ratio, capacity):
+    """All that a visibility of continuing rows says, and its tile of rows 3 to 6."""
+    documents = Documents.continuing(length, count, SIZE)
+    visibility = Visibility.continuing(documents, window, EntryRange.of_rows(ratio, capacity))
+    assert (visibility.raw_keys, visibility.slots) == (SIZE + window - 1, capacity)
+    tile, ranges = visibility.tile(3, 4), (*visibility.window_range, *visibility.entry_range)
+    masks = visibility.window_mask(), visibility.entry_mask(), visibility.dense()
+    return jax.tree.map(lambda a: a[0], ((documents.positions, documents.is_padding), masks, ranges, tile)), tile.slots
+
+
 @given(
     length=st.integers(0, WHOLE - SIZE),
     count=st.integers(0, SIZE),
-    window=st.sampled_from([1, 2, 5, 12]),  # shapes are compiled, one by one
-    ratio=st.sampled_from([1, 2, 3, 7, 12]),
-    spare=st.sampled_from([0, 5]),
+    sizes=st.sampled_from([(1, 3, 5), (2, 12, 0), (5, 1, 5), (5, 7, 0), (12, 2, 5), (12, 12, 5)]),  # each is compiled
 )
-def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio, spare):
-    documents = Documents.continuing(*row(length, count), SIZE)
-    capacity = WHOLE // ratio + spare
-    visibility = Visibility.continuing(documents, window, EntryRange.of_rows(ratio, capacity))
-    assert (visibility.raw_keys, visibility.slots) == (SIZE + window - 1, capacity)
-    whole = Visibility(Documents.unpacked(1, WHOLE), window, ratio)
-    rows = slice(length, length + count)
-    np.testing.assert_array_equal(documents.positions[0, :count], np.arange(length, length + count))
-    np.testing.assert_array_equal(documents.is_padding[0], np.arange(SIZE) >= count)
+def test_they_see_what_they_would_in_the_whole_row(length, count, sizes):
+    window, ratio, spare = sizes
+    capacity, rows = WHOLE // ratio + spare, slice(length, length + count)
+    told = jax.tree.map(np.asarray, sight_of(*row(length, count), window, ratio, capacity))
+    ((positions, is_padding), (window_mask, entry_mask, dense), ranges, tile), (first, end) = told
+    np.testing.assert_array_equal(positions[:count], np.arange(length, length + count))
+    np.testing.assert_array_equal(is_padding, np.arange(SIZE) >= count)
+    keys, entries = (mask[0, rows] for mask in reference_visibility(np.ones((1, WHOLE), int), window, ratio))
     # Column i is row length - (window - 1) + i of the whole.
-    before = np.pad(np.asarray(whole.window_mask())[0, rows], ((0, 0), (window - 1, 0)))
-    np.testing.assert_array_equal(
-        visibility.window_mask()[0, :count, : window - 1 + count], before[:, length : length + window - 1 + count]
-    )
-    np.testing.assert_array_equal(visibility.window_mask()[0, :count, window - 1 + count :], False)
-    entries = np.pad(np.asarray(whole.entry_mask())[0, rows], ((0, 0), (0, capacity - whole.slots)))
-    np.testing.assert_array_equal(visibility.entry_mask()[0, :count], entries)
-    np.testing.assert_array_equal(visibility.dense()[0, count:], False)
-
-    tile = visibility.tile(3, 4)
-    for part, full in zip(tile, (*visibility.window_range, *visibility.entry_range), strict=True):
-        np.testing.assert_array_equal(part, full[:, 3:7])
-    seen = np.flatnonzero(np.asarray(visibility.entry_mask())[0, 3:7].any(axis=0))
+    before = np.pad(keys, ((0, 0), (window - 1, SIZE)))[:, length : length + window - 1 + SIZE]
+    np.testing.assert_array_equal(window_mask[:count], before)
+    np.testing.assert_array_equal(entry_mask[:count], np.pad(entries, ((0, 0), (0, spare))))
+    np.testing.assert_array_equal(dense[:count], np.concatenate([window_mask, entry_mask], axis=-1)[:count])
+    assert not dense[count:].any()
+    for part, full in zip(tile, ranges, strict=True):
+        np.testing.assert_array_equal(part, full[3:7])
+    seen = np.flatnonzero(entry_mask[3:7].any(axis=0))
     if seen.size:
-        first, end = tile.slots
         assert first <= seen[0]
         assert end == seen[-1] + 1
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def layout_of(length, count, ratio, history):
+    """What a layout says, and its windows of rows that are numbered as in the whole document."""
+    layout = WindowLayout.continuing(length, count, SIZE, ratio, history=history)
+    assert layout.rows == history + SIZE
+    numbers = (length[:, None] - history + jnp.arange(history + SIZE, dtype=jnp.int32)[None])[..., None]
+    windows = [layout.gather(numbers, shift=shift)[..., 0] for shift in (0, -1)]
+    said = layout.valid, layout.positions, layout.has_previous, layout.entry_slots(WHOLE), *windows
+    return jax.tree.map(lambda a: a[0], said)
 
 
 @given(
@@ -65,21 +79,17 @@ def test_they_see_what_they_would_in_the_whole_row(length, count, window, ratio,
 def test_they_complete_the_windows_that_the_whole_row_has(length, count, ratio, overlap):
     history = window_halo(ratio, overlap=overlap)
     assert history == (2 * ratio if overlap else ratio) - 1
-    layout = WindowLayout.continuing(*row(length, count), SIZE, ratio, history=history)
-    done = [w for w in range(WHOLE // ratio) if length < (w + 1) * ratio <= length + count]
-    np.testing.assert_array_equal(np.asarray(layout.positions)[layout.valid], np.array(done, int) * ratio)
-    slots = np.asarray(layout.entry_slots(WHOLE))[0]
-    np.testing.assert_array_equal(slots[np.asarray(layout.valid)[0]], np.array(done, int))
-    assert (slots[~np.asarray(layout.valid)[0]] >= WHOLE).all()
+    told = layout_of(*row(length, count), ratio, history)
+    valid, positions, has_previous, slots, windows, previous = map(np.asarray, told)
+    done = np.array([w for w in range(WHOLE // ratio) if length < (w + 1) * ratio <= length + count], int)
+    np.testing.assert_array_equal(positions[valid], done * ratio)
+    np.testing.assert_array_equal(slots[valid], done)
+    assert (slots[~valid] >= WHOLE).all()
     assert len(set(slots.tolist())) == slots.size
-    # Rows of the call numbered as in the whole document.
-    numbers = jnp.arange(length - history, length + SIZE, dtype=jnp.int32)[None, :, None]
-    assert layout.rows == numbers.shape[1]
-    windows = np.asarray(layout.gather(numbers))[np.asarray(layout.valid), :, 0]
-    np.testing.assert_array_equal(windows, np.arange(ratio)[None] + np.array(done, int).reshape(-1, 1) * ratio)
+    expected = np.arange(ratio)[None] + done[:, None] * ratio
+    np.testing.assert_array_equal(windows[valid], expected)
     if overlap:
-        previous = np.asarray(layout.gather(numbers, shift=-1))[np.asarray(layout.has_previous), :, 0]
-        np.testing.assert_array_equal(previous, windows[np.array(done, int) > 0] - ratio)
+        np.testing.assert_array_equal(previous[has_previous], expected[done > 0] - ratio)
 
 
 def test_lengths_and_counts_are_data():
@@ -141,23 +151,30 @@ def test_entries_are_said_once():
     assert Visibility(documents, 4).entries is None
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    parts=st.sampled_from([1, 2, 4]),
-    ratio=st.sampled_from([1, 2, 3]),
-)
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def part_of(starts, first, ids, ratio, slots):
+    """Positions, padding and masks of rows from `first` on, and of the whole row that they are of."""
+    part = Documents(document_start=starts, first_row=first)
+    sight = Visibility.continuing(part, 5, EntryRange.of_rows(ratio, slots))
+    whole = Documents.from_segment_ids(ids)
+    return (part.positions, part.is_padding, sight.entry_mask(), sight.window_mask()), (
+        whole.positions,
+        whole.is_padding,
+    )
+
+
+@given(seed=st.integers(0, 2**32 - 1), parts=st.sampled_from([1, 2, 4]), ratio=st.sampled_from([1, 2, 3]))
 def test_parts_of_a_packed_row_see_what_the_whole_row_sees(seed, parts, ratio):
     """Of which each keeps the numbers of the whole."""
     length, window = 24, 5
-    size = length // parts
-    whole = Documents.from_segment_ids(random_segment_ids(seed, 2, length, max_document=11))
-    wanted = Visibility(whole, window, ratio)
-    before = np.pad(np.asarray(wanted.window_mask()), ((0, 0), (0, 0), (window - 1, 0)))
+    size, ids = length // parts, random_segment_ids(seed, 2, length, max_document=11)
+    starts = np.asarray(Documents.from_segment_ids(ids).document_start)
+    keys, entries = reference_visibility(ids, window, ratio)
+    before = np.pad(keys, ((0, 0), (0, 0), (window - 1, 0)))
     for first in range(0, length, size):
         rows = slice(first, first + size)
-        part = Documents(document_start=whole.document_start[:, rows], first_row=jnp.int32(first))
-        np.testing.assert_array_equal(part.positions, whole.positions[:, rows])
-        np.testing.assert_array_equal(part.is_padding, whole.is_padding[:, rows])
-        sight = Visibility.continuing(part, window, EntryRange.of_rows(ratio, wanted.slots))
-        np.testing.assert_array_equal(sight.entry_mask(), wanted.entry_mask()[:, rows])
-        np.testing.assert_array_equal(sight.window_mask(), before[:, rows, first : first + size + window - 1])
+        got, (positions, is_padding) = part_of(starts[:, rows], np.int32(first), ids, ratio, length // ratio)
+        wanted = (positions[:, rows], is_padding[:, rows], entries[:, rows],
+                  before[:, rows, first : first + size + window - 1])  # fmt: skip
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -1,5 +1,8 @@
 """Where documents begin: by brute force, from every kind of input, traced or not, and what is refused."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,44 +34,32 @@ def facts_of(ids):
     return documents.document_start, documents.positions, documents.is_padding
 
 
-start_of_ids = jax.jit(lambda ids: Documents.from_segment_ids(ids).document_start)
-start_of_cu_seqlens = jax.jit(
-    lambda ends, length: Documents.from_cu_seqlens(ends, length).document_start, static_argnums=1
-)
-start_of_lengths = jax.jit(lambda each, length: Documents.from_lengths(each, length).document_start, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=3)
+def starts_of(ids, cu_seqlens, lengths, length):
+    """By each way to tell documents; one row of cumulative lengths last."""
+    one_row = Documents.from_cu_seqlens(cu_seqlens[1], length)
+    told = Documents.from_cu_seqlens(cu_seqlens, length), Documents.from_lengths(lengths, length), one_row
+    return [documents.document_start for documents in (Documents.from_segment_ids(ids), *told)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @given(data=st.data())
 def test_document_start_positions_and_padding_by_brute_force(length, data):
     ids = data.draw(segment_ids(length))
-    start, positions, is_padding = facts_of(ids)
-    for b, row in enumerate(ids):
-        expected = expected_start(row)
-        assert start[b].tolist() == expected
-        assert positions[b].tolist() == [t - s if i else -1 for t, (s, i) in enumerate(zip(expected, row, strict=True))]
-        assert is_padding[b].tolist() == [i == 0 for i in row]
-    assert (start.dtype, positions.dtype, is_padding.dtype) == (jnp.int32, jnp.int32, bool)
-    concrete = Documents.from_segment_ids(ids)
-    np.testing.assert_array_equal(concrete.document_start, start)
-    np.testing.assert_array_equal(concrete.positions, positions)
-    np.testing.assert_array_equal(concrete.is_padding, is_padding)
+    start = np.array([expected_start(row) for row in ids], np.int32)
+    expected = start, np.where(ids, np.arange(length) - start, -1).astype(np.int32), ids == 0
+    documents = Documents.from_segment_ids(ids)
+    concrete = documents.document_start, documents.positions, documents.is_padding
+    for told in (facts_of(ids), concrete):
+        for fact, wanted in zip(told, expected, strict=True):
+            assert fact.dtype == wanted.dtype
+            np.testing.assert_array_equal(fact, wanted)
 
 
-@pytest.mark.parametrize(
-    ("ids", "start"),
-    [
-        ([0, 0, 4, 4], [1, 2, 2, 2]),  # padding on the left
-        ([4, 4, 0, 0], [0, 0, 3, 4]),  # and on the right
-        ([4, 0, 0, 4], [0, 2, 3, 3]),  # one id, two documents
-        ([9, 9, 2, 2], [0, 0, 2, 2]),  # ids that fall
-        ([3, 1, 3, 1], [0, 1, 2, 3]),  # documents of one token
-        ([0, 0, 0, 0], [1, 2, 3, 4]),  # padding only
-        ([1, 0, 1, 0], [0, 2, 2, 4]),
-    ],
-)
-def test_rows_that_have_gone_wrong_elsewhere(ids, start):
-    assert Documents.from_segment_ids(np.array([ids])).document_start.tolist() == [start]
+def test_every_row_of_four_tokens_by_brute_force():
+    """Padding on either side or alone, ids that fall or come back, documents of one token."""
+    ids = np.array(list(itertools.product((0, 4, 2, 9), repeat=4)))
+    assert Documents.from_segment_ids(ids).document_start.tolist() == [expected_start(row) for row in ids]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -92,20 +83,21 @@ def test_segment_ids_cu_seqlens_and_lengths_say_the_same(length, data):
         assert one.document_start.tolist() == expected
         assert one.document_start.dtype == jnp.int32
         assert (one.alignment, one.padded, one.shape) == (1, True, (2, length))
-    assert start_of_ids(ids).tolist() == expected
-    assert start_of_cu_seqlens(cu_seqlens, length).tolist() == expected
-    assert start_of_lengths(lengths, length).tolist() == expected
-    assert start_of_cu_seqlens(cu_seqlens[1], length).tolist() == expected[1:]
+    *traced, one_row = starts_of(ids, cu_seqlens, lengths, length)
+    assert [starts.tolist() for starts in traced] == [expected] * 3
+    assert one_row.tolist() == expected[1:]
 
 
 def test_cu_seqlens_of_fixed_size_repeats_its_last_value():
     """As a data loader pads it, so that shapes stay: rows 5 to 7 are padding, nothing starts there."""
-    assert Documents.from_cu_seqlens(np.array([0, 3, 5, 5, 5, 5]), 8).document_start.tolist() == [
-        [0, 0, 0, 3, 3, 6, 7, 8]
-    ]
-    assert Documents.from_cu_seqlens(np.array([0, 0, 0, 2, 2, 4]), 4).document_start.tolist() == [[0, 0, 2, 2]]
-    assert Documents.from_cu_seqlens(np.array([0]), 3).is_padding.tolist() == [[True] * 3]
-    assert Documents.from_cu_seqlens(np.array([0, 0]), 3).is_padding.tolist() == [[True] * 3]
+    for ends, starts in (
+        ([0, 3, 5, 5, 5, 5], [0, 0, 0, 3, 3, 6, 7, 8]),
+        ([0, 0, 0, 2, 2, 4], [0, 0, 2, 2]),
+        ([0], [1, 2, 3]),
+        ([0, 0], [1, 2, 3]),
+    ):
+        run = jax.jit(functools.partial(Documents.from_cu_seqlens, np.array(ends), len(starts)))
+        assert run().document_start.tolist() == [starts]
 
 
 def test_one_length_per_row_is_right_padding():
@@ -238,17 +230,20 @@ def test_documents_pass_through_tree_transformations(unchecked_annotations):
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0), (0, 0)])
 def test_empty_batches_and_rows(batch, length):
-    everything = (
-        Documents.unpacked(batch, length),
-        Documents.from_segment_ids(np.zeros((batch, length), np.int32)),
-        Documents.from_segment_ids(np.zeros((batch, length), np.int32), alignment=0),
-        Documents.from_cu_seqlens(np.zeros((batch, 3), np.int32), length, alignment=4),
-        Documents.from_lengths(np.zeros((batch,), np.int32), length),
-        Documents.from_lengths(np.zeros((batch, 2), np.int32), length),
-        Documents.from_lengths(np.zeros((batch, 0), np.int32), length),
-    )
-    for documents in everything:
-        assert documents.shape == documents.positions.shape == documents.is_padding.shape == (batch, length)
+    @jax.jit
+    def shapes():
+        ids = np.zeros((batch, length), np.int32)
+        everything = (
+            Documents.unpacked(batch, length),
+            Documents.from_segment_ids(ids),
+            Documents.from_segment_ids(ids, alignment=0),
+            Documents.from_cu_seqlens(np.zeros((batch, 3), np.int32), length, alignment=4),
+            *(Documents.from_lengths(np.zeros(each, np.int32), length) for each in ((batch,), (batch, 2), (batch, 0))),
+        )
+        return [(one, one.positions, one.is_padding) for one in everything]
+
+    for documents, positions, is_padding in shapes():
+        assert documents.shape == positions.shape == is_padding.shape == (batch, length)
 
 
 @pytest.mark.parametrize(
@@ -256,38 +251,37 @@ def test_empty_batches_and_rows(batch, length):
     [*((dtype, False) for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64)), (np.int64, True)],
 )
 def test_any_integer_dtype_gives_int32(dtype, x64, unchecked_annotations):
-    ids, cu_seqlens = np.array([[2, 2, 0, 1]], dtype), np.array([0, 2, 3, 3], dtype)
-    with jax.enable_x64(x64):
-        for array in (np.asarray, jnp.asarray):
-            documents = (
-                Documents.from_segment_ids(array(ids)),
-                Documents.from_cu_seqlens(array(cu_seqlens), 4),
-                Documents.from_lengths(array(ids), 8),
-            )
-            assert {one.document_start.dtype for one in documents} == {jnp.dtype(jnp.int32)}
-            assert {one.positions.dtype for one in documents} == {jnp.dtype(jnp.int32)}
-            assert [one.document_start.tolist() for one in documents] == [
-                [[0, 0, 3, 3]],
-                [[0, 0, 2, 4]],
-                [[0, 0, 2, 2, 4, 6, 7, 8]],
-            ]
+    expected = [[0, 0, 3, 3]], [[0, 0, 2, 4]], [[0, 0, 2, 2, 4, 6, 7, 8]]
+    for array in (np.asarray, jnp.asarray):
+        with jax.enable_x64(x64):
+            ids, cu_seqlens = array(np.array([[2, 2, 0, 1]], dtype)), array(np.array([0, 2, 3, 3], dtype))
+
+            @jax.jit
+            def made(ids=ids, cu_seqlens=cu_seqlens):
+                told = Documents.from_segment_ids(ids), Documents.from_cu_seqlens(cu_seqlens, 4)
+                return [(one.document_start, one.positions) for one in (*told, Documents.from_lengths(ids, 8))]
+
+            for (starts, positions), wanted in zip(made(), expected, strict=True):
+                assert starts.dtype == positions.dtype == jnp.int32
+                assert starts.tolist() == wanted
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_traced_values_beyond_int32_do_not_wrap(dtype, unchecked_annotations):
     """2^32 is not padding, ids that are equal modulo 2^32 are two, and an end beyond the row is its end."""
-    with jax.enable_x64(True):
-        ids = np.array([[1 << 32, 1 << 32, 1, (1 << 32) + 1, 0, 1 << 31]], dtype)
-        assert jax.jit(lambda a: Documents.from_segment_ids(a).document_start)(ids).tolist() == [[0, 0, 2, 3, 5, 5]]
-        ends = np.array([0, 1, (1 << 32) + 2], dtype)
-        assert jax.jit(lambda a: Documents.from_cu_seqlens(a, 4).document_start)(ends).tolist() == [[0, 1, 1, 1]]
-        lengths = np.array([[1, (1 << 32) + 1]], dtype)
-        assert jax.jit(lambda a: Documents.from_lengths(a, 4).document_start)(lengths).tolist() == [[0, 1, 1, 1]]
-        many = np.array([[1, *[1 << 31] * 3]], dtype)  # whose sum wraps to less than 0, too
-        assert jax.jit(lambda a: Documents.from_lengths(a, 4).document_start)(many).tolist() == [[0, 1, 1, 1]]
+    many = [1 << 31] * 3
+    for make, values, expected in (
+        (Documents.from_segment_ids, [[1 << 32, 1 << 32, 1, (1 << 32) + 1, 0, 1 << 31]], [[0, 0, 2, 3, 5, 5]]),
+        (lambda a: Documents.from_cu_seqlens(a, 4), [0, 1, (1 << 32) + 2], [[0, 1, 1, 1]]),
+        (lambda a: Documents.from_lengths(a, 4), [[1, (1 << 32) + 1]], [[0, 1, 1, 1]]),
+        (lambda a: Documents.from_lengths(a, 4), [[1, *many]], [[0, 1, 1, 1]]),  # whose sum wraps to less than 0, too
+    ):
+        with jax.enable_x64(True):
+            assert jax.jit(make)(np.array(values, dtype)).document_start.tolist() == expected
 
 
 IDS = np.ones((1, 4), np.int32)
+NEGATIVE = jnp.asarray(-IDS)
 
 
 def zeros(**facts) -> Documents:
@@ -303,7 +297,7 @@ def zeros(**facts) -> Documents:
         (lambda: Documents.from_segment_ids(jnp.ones((1, 4))), "segment_ids: expected integers, got float32"),
         (lambda: Documents.from_segment_ids(IDS == 1), "segment_ids: expected integers, got bool"),
         (lambda: Documents.from_segment_ids(-IDS), "segment_ids: expected no negative id .*-1"),
-        (lambda: Documents.from_segment_ids(jnp.asarray(-IDS)), "segment_ids: expected no negative id .*-1"),
+        (lambda: Documents.from_segment_ids(NEGATIVE), "segment_ids: expected no negative id .*-1"),
         (lambda: Documents.from_cu_seqlens(np.array(0), 4), "cu_seqlens: expected rank 1 or 2"),
         (lambda: Documents.from_cu_seqlens(np.zeros((1, 1, 2), int), 4), "cu_seqlens: expected rank 1 or 2"),
         (lambda: Documents.from_cu_seqlens(np.array([0.0, 4.0]), 4), "cu_seqlens: expected integers"),
@@ -319,6 +313,9 @@ def zeros(**facts) -> Documents:
         (lambda: Documents.from_lengths(np.array([[3, 2]]), 4), "lengths: expected at most 4 rows in all"),
         # Wraps to 3 where the sum is kept in 32 bits.
         (lambda: Documents.from_lengths(np.array([[2**30] * 4 + [3]], np.int32), 4), "lengths: expected at most 4"),
+        (lambda: Documents.from_segment_ids([[1, 2, 2, 2]], alignment=2), "alignment: expected every document"),
+        (lambda: Documents.from_cu_seqlens([0, 1, 4], 4, alignment=2), "alignment: expected every document"),
+        (lambda: Documents.from_lengths([[1, 3]], 4, alignment=2), "alignment: expected every document"),
         (lambda: zeros(alignment=1.5), "alignment: expected an int >= 0, got 1.5"),
         (lambda: zeros(alignment=True), "alignment: expected an int >= 0, got True"),
         (lambda: Documents.from_segment_ids(IDS, alignment=-1), "alignment: expected an int >= 0, got -1"),
@@ -326,9 +323,11 @@ def zeros(**facts) -> Documents:
         (lambda: Documents.from_lengths(np.array([4]), 4, alignment=-4), "alignment: expected an int >= 0, got -4"),
     ],
 )
-def test_mistakes_are_named(call, message, unchecked_annotations):
+@pytest.mark.parametrize("within_a_trace", [False, True])
+def test_mistakes_are_named(call, message, within_a_trace, unchecked_annotations):
+    """Within a trace too: a constant of a jitted function is as concrete there as outside."""
     with pytest.raises(ValueError, match=f"^{message}"):
-        call()
+        jax.jit(call)() if within_a_trace else call()
 
 
 @pytest.mark.parametrize("value", [2**31, 2**32 + 1, -(2**31) - 1, -(2**32) + 1])
@@ -344,20 +343,3 @@ def test_values_beyond_int32_are_refused_on_either_side(make, name, value):
     """Some of these wrap around to 1, which would look like a good value."""
     with pytest.raises(ValueError, match=f"^{name}: expected"):
         make(value)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: Documents.from_segment_ids(-IDS), "segment_ids"),
-        (lambda: Documents.from_cu_seqlens(np.array([0, 3, 2]), 4), "cu_seqlens"),
-        (lambda: Documents.from_lengths(np.array([3, 5]), 4), "lengths"),
-        (lambda: Documents.from_segment_ids(np.array([[1, 2, 2, 2]]), alignment=2), "alignment"),
-        (lambda: Documents.from_cu_seqlens(np.array([0, 1, 4]), 4, alignment=2), "alignment"),
-        (lambda: Documents.from_lengths(np.array([[1, 3]]), 4, alignment=2), "alignment"),
-    ],
-)
-def test_concrete_values_are_checked_within_a_trace_too(make, name):
-    """A constant of a jitted function is as concrete there as outside, and a broken promise as wrong."""
-    with pytest.raises(ValueError, match=f"^{name}: expected"):
-        jax.jit(lambda: make().document_start)()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foveal.geometry import Documents, WindowLayout, left_aligned, pack_documents, unpack
+from foveal.geometry import WindowLayout, left_aligned, pack_documents, unpack
+from tests.support.documents import documents_in
 
 # Lengths of documents for rows of 10: some fill a row, and 10 is no multiple of the alignments 3 and 4.
 ROW = 10
@@ -61,18 +62,11 @@ def test_first_fit_puts_every_document_whole_where_its_placement_says(align, len
     assert (packed.values[free] == -7).all()
     np.testing.assert_array_equal(packed.segment_ids == 0, free)
     np.testing.assert_array_equal(packed.documents.is_padding, free)
-
-
-@alignments
-@given(lengths=lengths_of_some)
-def test_segment_ids_and_documents_say_the_same(align, lengths):
-    packed = pack_documents(numbered(lengths), ROW, align=align)
+    # Segment ids and documents say the same; the ids are 1, 2, ... from left to right.
     assert packed.segment_ids.dtype == np.int32
-    np.testing.assert_array_equal(
-        packed.documents.document_start, Documents.from_segment_ids(packed.segment_ids).document_start
-    )
+    np.testing.assert_array_equal(packed.documents.document_start, documents_in(packed.segment_ids).document_start)
     assert (packed.documents.alignment, packed.documents.padded) == (align, True)
-    for row in packed.segment_ids:  # 1, 2, ... from left to right
+    for row in packed.segment_ids:
         ids = [i for t, i in enumerate(row.tolist()) if i and (t == 0 or row[t - 1] != i)]
         assert ids == list(range(1, len(ids) + 1))
 
@@ -153,13 +147,11 @@ def test_numpy_integers_are_integers(integer, unchecked_annotations):
         ([np.ones((3, 2)), np.ones((3, 4))], {}, "documents: expected arrays .* got float64[3, 4] at index 1"),
         ([np.ones((3, 2)), np.ones(3)], {}, "documents: expected arrays .* got float64[3] at index 1"),
         ([np.array(3)], {}, "documents: expected arrays .* at index 0"),
-        (numbered([3]), {"align": 0}, "align: expected an int >= 1, got 0"),
-        (numbered([3]), {"align": -4}, "align: expected an int >= 1, got -4"),
-        (numbered([3]), {"align": True}, "align: expected an int >= 1, got True"),
-        (numbered([3]), {"align": 2.0}, "align: expected an int >= 1, got 2.0"),
-        (numbered([3]), {"row_length": 0}, "row_length: expected an int >= 1, got 0"),
-        (numbered([3]), {"row_length": 8.5}, "row_length: expected an int >= 1, got 8.5"),
-        (numbered([3]), {"row_length": True}, "row_length: expected an int >= 1, got True"),
+        *(
+            (numbered([3]), {name: value}, f"{name}: expected an int >= 1, got {value}")
+            for name in ("align", "row_length")
+            for value in (0, -4, True, 2.0, 8.5)
+        ),
     ],
 )
 def test_mistakes_are_named(documents, arguments, message, unchecked_annotations):

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from foveal.geometry import Documents, WindowLayout
 from foveal.testing.generators import distinct_values, random_segment_ids
-from tests.support.documents import documents_of, segment_ids
-
-# 24 is a multiple of every ratio, 26 of neither 4 nor 8, and 7 is shorter than a window of 8.
-SHAPES = [*((length, ratio) for length in (7, 24) for ratio in (1, 2, 3, 4, 8)), (26, 4), (26, 8)]
-shapes = pytest.mark.parametrize(("length", "ratio"), SHAPES)
+from tests.support.documents import documents_in, documents_of, segment_ids
 
 
 def windows_of(row: np.ndarray, ratio: int) -> dict[int, tuple[int, int]]:
@@ -33,78 +29,61 @@ def windows_of(row: np.ndarray, ratio: int) -> dict[int, tuple[int, int]]:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _layout_and_gathers(ids, rows, ratio, alignment):
     layout = WindowLayout.of(Documents.from_segment_ids(ids, alignment=alignment), ratio)
-    return {
-        "start": layout.start,
-        "valid": layout.valid,
-        "positions": layout.positions,
-        "has_previous": layout.has_previous,
+    told = {name: getattr(layout, name) for name in ("start", "valid", "positions", "has_previous")}
+    gathered = {
         "own": layout.gather(rows),
         "at_start": layout.at_start(rows),
         "previous": layout.gather(rows, shift=-1),
     }
+    return told | gathered
 
 
-def layout_and_gathers(ids: np.ndarray, ratio: int, alignment: int) -> dict[str, np.ndarray]:
-    """What a layout says, and its windows of rows in which no value occurs twice."""
-    rows = distinct_values((*ids.shape, 2), seed=1)
-    return {"rows": rows} | jax.tree.map(np.asarray, _layout_and_gathers(ids, rows, ratio, alignment))
+@functools.partial(jax.jit, static_argnums=1)
+def layout_in(documents, ratio):
+    """A layout and which of its windows have one before them, by one compiled program."""
+    layout = WindowLayout.of(documents, ratio)
+    return layout, layout.has_previous
 
 
 def check_windows(ids: np.ndarray, ratio: int, alignment: int) -> None:
-    told = layout_and_gathers(ids, ratio, alignment)
+    """Hold what a layout says, and its windows of rows in which no value occurs twice, against `windows_of`."""
+    rows = distinct_values((*ids.shape, 2), seed=1)
+    told = jax.tree.map(np.asarray, _layout_and_gathers(ids, rows, ratio, alignment))
     batch, length = ids.shape
     slots = length // ratio
-    for name, dtype in (("start", np.int32), ("valid", bool), ("positions", np.int32), ("has_previous", bool)):
-        assert (told[name].shape, told[name].dtype) == ((batch, slots), dtype)
-    assert told["own"].shape == told["previous"].shape == (batch, slots, ratio, 2)
+    valid, positions, first = np.zeros((batch, slots), bool), *np.zeros((2, batch, slots), np.int32)
     for b, row in enumerate(ids):
-        windows = windows_of(row, ratio)
-        assert np.flatnonzero(told["valid"][b]).tolist() == sorted(windows)
-        for c in range(slots):
-            first, position = windows.get(c, (None, 0))
-            assert told["positions"][b, c] == position
-            assert told["has_previous"][b, c] == (position > 0)
-            if first is not None:
-                assert told["start"][b, c] == first
-                np.testing.assert_array_equal(told["own"][b, c], told["rows"][b, first : first + ratio])
-                np.testing.assert_array_equal(told["at_start"][b, c], told["rows"][b, first])
-            if first is not None and position > 0:
-                np.testing.assert_array_equal(told["previous"][b, c], told["rows"][b, first - ratio : first])
+        for c, window in windows_of(row, ratio).items():
+            valid[b, c] = True
+            first[b, c], positions[b, c] = window
+    for name, expected in (("valid", valid), ("positions", positions), ("has_previous", positions > 0)):
+        assert told[name].dtype == expected.dtype
+        np.testing.assert_array_equal(told[name], expected, err_msg=name)
+    assert (told["start"].shape, told["start"].dtype) == ((batch, slots), np.int32)
+    assert told["own"].shape == told["previous"].shape == (batch, slots, ratio, 2)
+    np.testing.assert_array_equal(told["start"][valid], first[valid])
+    b, of_window = np.nonzero(valid)[0][:, None], first[valid][:, None] + np.arange(ratio)
+    np.testing.assert_array_equal(told["own"][valid], rows[b, of_window])
+    np.testing.assert_array_equal(told["at_start"][valid], rows[b, of_window][:, 0])
+    later = positions[valid] > 0
+    np.testing.assert_array_equal(told["previous"][positions > 0], rows[b, of_window - ratio][later])
     # Elsewhere arbitrary, but never out of range and never made up (NaN from a gather beyond the end, say).
     assert ((told["start"] >= 0) & (told["start"] < length)).all()
-    assert np.isin(told["own"], told["rows"]).all()
-    assert np.isin(told["previous"], told["rows"]).all()
-    assert np.isin(told["at_start"], told["rows"]).all()
+    for name in ("own", "previous", "at_start"):
+        assert np.isin(told[name], rows).all(), name
 
 
-@shapes
+# 24 is a multiple of every ratio, 26 of neither 4 nor 8, and 7 is shorter than a window of 8.
+SHAPES = [*((length, ratio) for length in (7, 24) for ratio in (1, 2, 3, 4, 8)), (26, 4), (26, 8)]
+
+
+@pytest.mark.parametrize(
+    ("length", "ratio", "alignment"), [(*shape, alignment) for shape in SHAPES for alignment in sorted({1, shape[1]})]
+)
 @given(data=st.data())
-def test_windows_by_brute_force(length, ratio, data):
-    check_windows(data.draw(segment_ids(length)), ratio, alignment=1)
-
-
-@shapes
-@given(data=st.data())
-def test_windows_of_aligned_documents_are_a_reshape_and_the_same(length, ratio, data):
-    """A promise changes how windows are read, never which they are: every slot, row and position as without it."""
-    ids = data.draw(segment_ids(length, multiple=ratio))
-    check_windows(ids, ratio, alignment=ratio)
-    promised, plain = (layout_and_gathers(ids, ratio, alignment) for alignment in (ratio, 1))
-    for name in ("valid", "positions", "has_previous"):
-        np.testing.assert_array_equal(promised[name], plain[name])
-    for name, where in (("start", "valid"), ("own", "valid"), ("previous", "has_previous")):
-        np.testing.assert_array_equal(promised[name][plain[where]], plain[name][plain[where]])
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
-@given(ids=segment_ids(24))
-def test_a_shard_owns_exactly_the_slots_of_the_windows_that_start_in_it(ratio, ids):
-    """Rows [r L, (r + 1) L) with m | L: slots [r L / m, (r + 1) L / m), so that shards' entries lie side by side."""
-    told = layout_and_gathers(ids, ratio, alignment=1)
-    for shard_length in (shard for shard in range(ratio, 25, ratio) if 24 % shard == 0):
-        for b, c in np.argwhere(told["valid"]):
-            shard = told["start"][b, c] // shard_length
-            assert shard * shard_length // ratio <= c < (shard + 1) * shard_length // ratio
+def test_windows_by_brute_force(length, ratio, alignment, data):
+    """Of aligned documents they are a reshape: a promise changes how windows are read, never which they are."""
+    check_windows(data.draw(segment_ids(length, multiple=alignment)), ratio, alignment)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
@@ -116,40 +95,13 @@ def test_windows_at_lengths_of_use(ratio):
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 8])
 def test_unpacked_rows_are_complete(ratio):
-    layout = WindowLayout.of(Documents.unpacked(2, 26), ratio)
+    layout, has_previous = layout_in(Documents.unpacked(2, 26), ratio)
     assert layout.contiguous
     assert layout.complete
     assert layout.valid.all()
     expected = [[c * ratio for c in range(26 // ratio)]] * 2
     assert layout.start.tolist() == layout.positions.tolist() == expected
-    assert layout.has_previous.tolist() == [[c > 0 for c in range(26 // ratio)]] * 2
-
-
-def test_a_window_straddles_no_documents_and_none_is_lost():
-    """Documents of 6 and 12 tokens: the first has one window, the second three, from its own first token on."""
-    layout = WindowLayout.of(Documents.from_cu_seqlens(np.array([0, 6, 18]), 18), 4)
-    assert layout.valid.tolist() == [[True, True, True, True]]
-    assert layout.start.tolist() == [[0, 6, 10, 14]]
-    assert layout.positions.tolist() == [[0, 0, 4, 8]]
-    assert layout.has_previous.tolist() == [[False, False, True, True]]
-
-
-@pytest.mark.parametrize(
-    ("documents", "ratio", "valid"),
-    [
-        (Documents.from_lengths(np.array([5, 8, 0, 3]), 8), 4, [[1, 0], [1, 1], [0, 0], [0, 0]]),
-        (Documents.from_segment_ids(np.array([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])), 4, [[0], [0], [1]]),
-        (Documents.from_segment_ids(np.array([[0, 0, 1, 1, 1, 1, 1, 1]])), 4, [[1, 0]]),
-        # A document shorter than a window between two that are not, and one id on both sides of padding.
-        (Documents.from_cu_seqlens(np.array([0, 4, 6, 10]), 10), 4, [[1, 1]]),
-        (Documents.from_segment_ids(np.array([[5, 5, 0, 5, 5, 5, 5, 0]])), 4, [[1, 0]]),
-        (Documents.from_segment_ids(np.array([[1, 2, 3, 4, 5, 6, 7, 8]])), 2, [[0, 0, 0, 0]]),
-    ],
-)
-def test_padding_and_short_documents_give_no_entry(documents, ratio, valid):
-    layout = WindowLayout.of(documents, ratio)
-    assert layout.valid.astype(jnp.int32).tolist() == valid
-    assert not layout.complete
+    assert has_previous.tolist() == [[c > 0 for c in range(26 // ratio)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -157,6 +109,7 @@ def test_padding_and_short_documents_give_no_entry(documents, ratio, valid):
     [
         (Documents.unpacked(1, 12), True, True),
         (Documents.from_lengths(np.array([12]), 12), True, False),
+        (Documents.from_cu_seqlens(np.array([0, 12]), 12), False, False),
         (Documents.from_segment_ids(np.ones((1, 12), int)), False, False),
         (Documents.from_segment_ids(np.ones((1, 12), int), alignment=3), True, False),
         (Documents.from_segment_ids(np.ones((1, 12), int), alignment=6), True, False),
@@ -165,7 +118,7 @@ def test_padding_and_short_documents_give_no_entry(documents, ratio, valid):
     ],
 )
 def test_what_is_statically_known(documents, contiguous, complete):
-    layout = WindowLayout.of(documents, 3)
+    layout, _ = layout_in(documents, 3)
     assert (layout.contiguous, layout.complete, layout.ratio) == (contiguous, complete, 3)
     assert layout.valid.tolist() == [[True] * 4]
 
@@ -173,26 +126,25 @@ def test_what_is_statically_known(documents, contiguous, complete):
 @pytest.mark.parametrize("alignment", [0, 1])
 @pytest.mark.parametrize(("batch", "length", "ratio"), [(0, 8, 4), (2, 0, 4), (0, 0, 1), (2, 3, 4), (1, 1, 128)])
 def test_empty_batches_and_rows_shorter_than_a_window(batch, length, ratio, alignment):
-    documents = Documents.from_segment_ids(np.ones((batch, length), np.int32), alignment=alignment)
-    layout = WindowLayout.of(documents, ratio)
+    ids, rows = np.ones((batch, length), np.int32), np.ones((batch, length, 5), np.float32)
+    told = _layout_and_gathers(ids, rows, ratio, alignment)
     shape = (batch, length // ratio)
-    assert layout.start.shape == layout.valid.shape == layout.positions.shape == layout.has_previous.shape == shape
-    for shift in (0, -1):
-        assert layout.gather(jnp.ones((batch, length, 5)), shift=shift).shape == (*shape, ratio, 5)
+    assert {told[name].shape for name in ("start", "valid", "positions", "has_previous")} == {shape}
+    assert told["own"].shape == told["previous"].shape == (*shape, ratio, 5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int32, bool])
-def test_gather_keeps_the_dtype(dtype):
-    for alignment in (0, 1):
-        layout = WindowLayout.of(Documents.from_segment_ids(np.ones((1, 8), int), alignment=alignment), 4)
-        assert layout.gather(jnp.ones((1, 8, 3), dtype), shift=-1).dtype == dtype
+@pytest.mark.parametrize("alignment", [0, 1])
+def test_gather_keeps_the_dtype(dtype, alignment):
+    layout, _ = layout_in(documents_in(np.ones((1, 8), int), alignment=alignment), 4)
+    assert jax.eval_shape(lambda rows: layout.gather(rows, shift=-1), jnp.ones((1, 8, 3), dtype)).dtype == dtype
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_gather_sends_gradients_back_to_the_rows_it_took(alignment):
     """Each row is in at most one window, so its gradient is that window's and nothing else's."""
     ids = np.array([[3, 3, 3, 3, 3, 0, 0, 0, 6, 6, 6, 6, 0]], np.int32)
-    layout = WindowLayout.of(Documents.from_segment_ids(ids, alignment=alignment), 4)
+    layout, _ = layout_in(documents_in(ids, alignment=alignment), 4)
     weights = distinct_values((1, 3, 4, 2), seed=2)
 
     def loss(rows):
@@ -200,7 +152,7 @@ def test_gather_sends_gradients_back_to_the_rows_it_took(alignment):
 
     expected = np.zeros((1, 13, 2), np.float32)
     expected[0, 0:4], expected[0, 8:12] = weights[0, 0], weights[0, 2]
-    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones((1, 13, 2))), expected)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones((1, 13, 2))), expected)
 
 
 def test_documents_are_data_and_never_retrace():
@@ -213,7 +165,7 @@ def test_documents_are_data_and_never_retrace():
 
     for seed in range(4):
         ids = random_segment_ids(seed, 2, 24, max_document=12)
-        got, concrete = traced(ids), WindowLayout.of(Documents.from_segment_ids(ids), 4)
+        got, (concrete, _) = traced(ids), layout_in(documents_in(ids), 4)
         assert jax.tree.structure(got) == jax.tree.structure(concrete)
         for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(concrete), strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -223,13 +175,13 @@ def test_documents_are_data_and_never_retrace():
 def test_layouts_pass_through_tree_transformations(unchecked_annotations):
     ids = np.stack([random_segment_ids(seed, 2, 24, max_document=12) for seed in range(3)])
     rows = distinct_values((3, 2, 24, 2), seed=4)
-    layouts = jax.vmap(lambda ids: WindowLayout.of(Documents.from_segment_ids(ids), 4))(ids)
-    gathered = jax.vmap(lambda layout, rows: layout.gather(rows))(layouts, rows)
+    layouts = jax.jit(jax.vmap(lambda ids: WindowLayout.of(Documents.from_segment_ids(ids), 4)))(ids)
+    gathered = jax.jit(jax.vmap(lambda layout, rows: layout.gather(rows)))(layouts, rows)
     assert (layouts.ratio, layouts.contiguous, layouts.complete) == (4, False, False)
     for i in range(3):
-        alone = WindowLayout.of(Documents.from_segment_ids(ids[i]), 4)
+        alone, _ = layout_in(documents_in(ids[i]), 4)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], layouts), alone)
-        np.testing.assert_array_equal(gathered[i], alone.gather(jnp.asarray(rows[i])))
+        np.testing.assert_array_equal(gathered[i], _layout_and_gathers(ids[i], rows[i], 4, 1)["own"])
     assert len(jax.tree.leaves(layouts)) == 3
     assert jax.tree.structure(layouts) != jax.tree.structure(WindowLayout.of(Documents.unpacked(2, 24), 4))
 

@@ -6,13 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from foveal import AttentionCache, AttentionConfig, CompressedAttention
+from foveal import AttentionCache
 from foveal.testing.generators import random_hidden, random_params
-from foveal.testing.parameters import set_params
+from tests.nn.layers import CONFIG, build
 
-CONFIG = AttentionConfig.tiny()
 LENGTH, CAPACITY = 48, 50
 
 
@@ -21,10 +19,8 @@ class Served:
 
     def __init__(self, layer_type, *, dtype=jnp.float32, seed=0, sizes=(1, 4, 48), **changes):
         self.config = dataclasses.replace(CONFIG, **changes)
-        self.layer = CompressedAttention(
-            self.config, layer_type=layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)
-        )
-        set_params(self.layer, random_params(self.config, layer_type, seed))
+        params = random_params(self.config, layer_type, seed)
+        self.layer = build(layer_type, params, self.config, dtype=dtype, param_dtype=dtype)
         self.sizes = sizes
         self.traced = jax.jit(self.layer.prefill)
         self._full = jax.jit(self.layer)

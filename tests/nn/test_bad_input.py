@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, WindowLayout, rope_table
+from foveal import CompressedAttention, Documents, LayerType, WindowLayout, rope_table
+from tests.nn.layers import CONFIG, build, every_layer_type, problem, pure_layer
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
-CONFIG = AttentionConfig.tiny()
 X = jax.ShapeDtypeStruct((2, 9, 64), jnp.float32)
 IDS = np.ones((2, 9), np.int32)
 
 
 @pytest.fixture(scope="module")
 def layer():
-    return CompressedAttention(CONFIG, layer_type=LayerType.CSA, rngs=nnx.Rngs(0))
+    return build(LayerType.CSA)
 
 
 def shaped(*shape, dtype=jnp.float32):
@@ -56,9 +56,9 @@ def test_bad_calls_are_refused_by_name(layer, x, kwargs, message):
         jax.eval_shape(lambda x: layer(x, **kwargs), x)
 
 
-@pytest.mark.parametrize("layer_type", LayerType)
+@every_layer_type
 def test_rows_of_a_longer_row_need_a_cache(layer_type):
-    one = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
+    one = build(layer_type)
     documents = Documents.continuing([3, 4], [9, 8], 9)
     for call in (one, one.indexer_recall):
         with pytest.raises(ValueError, match=r"^documents: expected documents without first_row"):
@@ -125,10 +125,6 @@ def test_bad_constructions_are_refused_by_name(kwargs, message):
         CompressedAttention(CONFIG, **kwargs, rngs=nnx.Rngs(0))
 
 
-def test_layer_index_zero_is_an_index():
-    assert CompressedAttention(CONFIG, 0, rngs=nnx.Rngs(0)).layer_type is LayerType.SLIDING
-
-
 @pytest.mark.parametrize(
     "ids", [IDS.astype(np.int8), IDS.astype(np.uint8), IDS.astype(np.uint32), IDS.astype(np.int64)]
 )
@@ -136,7 +132,7 @@ def test_any_integer_will_do_for_segment_ids(layer, ids):
     assert jax.eval_shape(lambda x: layer(x, ids), X).shape == X.shape
 
 
-def test_non_finite_sinks(pure_layer, problem):
+def test_non_finite_sinks():
     """-inf is no sink and +inf takes everything: outputs and gradients stay finite, and other heads do not notice."""
     params, x, cotangent = problem(LayerType.CSA, 20)
     layer = pure_layer(LayerType.CSA)

@@ -9,26 +9,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType, Visibility, indexer_recall
+from foveal import CompressedAttention, Documents, LayerType, Visibility, indexer_recall
 from foveal.backends.chunked import Chunked
 from foveal.nn.indexer import IndexedCompressor
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_gradients_close
 from foveal.testing.parameters import get_params
+from tests.nn.layers import CONFIG, build, every_layer_type
 
 pytestmark = pytest.mark.slow
-CONFIG = AttentionConfig.tiny()
 B, S = 2, 90
 IDS = random_segment_ids(5, B, S, max_document=50)
 
 
-def build(layer_type: LayerType = LayerType.CSA, seed: int = 0) -> CompressedAttention:
-    layer = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(seed))
-    return jax.tree.map(lambda p: 8 * p, layer)  # so that weights are not all alike
-
-
-def hidden_states(seed: int = 1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, S, CONFIG.hidden_size)).astype(np.float32))
+def layer_and_x(layer_type: LayerType = LayerType.CSA) -> tuple[CompressedAttention, jax.Array]:
+    """Eight times the initial parameters, so that weights are not all alike, and hidden states."""
+    x = np.random.default_rng(1).normal(size=(B, S, CONFIG.hidden_size)).astype(np.float32)
+    return jax.tree.map(lambda p: 8 * p, build(layer_type)), jnp.asarray(x)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "select"))
@@ -49,7 +46,7 @@ def both(layer: CompressedAttention, x: jax.Array, select: Any, factor: float):
 
 @pytest.mark.parametrize("select", ["top_k", "all"])
 def test_the_loss_teaches_the_indexer_and_nobody_else(select):
-    layer, x = build(), hidden_states()
+    layer, x = layer_and_x()
     out, loss, gradients = both(layer, x, select, 1.0)
     plain, _, without = both(layer, x, select, 0.0)
     np.testing.assert_array_equal(out, plain)
@@ -70,7 +67,7 @@ def test_the_loss_teaches_the_indexer_and_nobody_else(select):
 
 @pytest.mark.parametrize("layer_type", [LayerType.HCA, LayerType.SLIDING])
 def test_other_layers_add_nothing(layer_type):
-    layer, x = build(layer_type), hidden_states()
+    layer, x = layer_and_x(layer_type)
     out, loss = nnx.jit(lambda layer, x: layer(x, return_indexer_loss=True))(layer, x)
     np.testing.assert_array_equal(out, nnx.jit(lambda layer, x: layer(x))(layer, x))
     assert (loss.total, loss.count) == (0.0, 0.0)
@@ -78,7 +75,7 @@ def test_other_layers_add_nothing(layer_type):
 
 def test_an_indexer_that_agrees_has_nothing_to_learn():
     """Steps along the gradient alone bring the loss down: the selection is kept, as all entries are selected."""
-    layer, x = build(seed=3), hidden_states(3)
+    layer, x = layer_and_x()
     graph, params = nnx.split(layer)
 
     @jax.jit
@@ -98,18 +95,19 @@ def test_an_indexer_that_agrees_has_nothing_to_learn():
 
 def test_loss_and_attention_are_over_the_same_entries():
     """With as many to select as there are, selected and all are one set."""
-    layer, x = build(), hidden_states()
+    layer, x = layer_and_x()
+    other = both(layer, x, "all", 1.0)
     assert isinstance(layer.compressor, IndexedCompressor)
     layer.compressor.indexer.top_k = S
-    one, other = (both(layer, x, select, 1.0) for select in ("top_k", "all"))
+    one = both(layer, x, "top_k", 1.0)
     np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(one[1].total, other[1].total, rtol=1e-5)
     assert_gradients_close(one[2], other[2], np.float32)
 
 
-@pytest.mark.parametrize("layer_type", list(LayerType))
+@every_layer_type
 def test_recall_is_that_of_the_op_on_attention_to_all(layer_type):
-    layer, x, ids = build(layer_type), hidden_states(), jnp.asarray(IDS)
+    (layer, x), ids = layer_and_x(layer_type), jnp.asarray(IDS)
     recall = nnx.jit(lambda layer, x: layer.indexer_recall(x, ids))(layer, x)
     if not isinstance(layer.compressor, IndexedCompressor):
         assert (float(recall.found), float(recall.count)) == (0.0, 0.0)

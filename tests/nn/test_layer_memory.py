@@ -5,21 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, LayerType
-from tests.support.programs import equations
+from foveal import AttentionConfig, LayerType
+from tests.nn.layers import build
+from tests.support.programs import array_sizes
 
 CONFIG = dataclasses.replace(AttentionConfig.tiny(), index_topk=64, sliding_window=32)
 
 
 def program(length: int, select: Any):
     """The gradient of a sum of output and loss, traced for [1, length, E]."""
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: CompressedAttention(CONFIG, layer_type=LayerType.CSA, rngs=nnx.Rngs(0)))
-    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(LayerType.CSA, config=CONFIG)))
 
     def objective(state, x):
         out, loss = nnx.merge(graph, state)(x, select=select, return_indexer_loss=True)
@@ -39,7 +37,5 @@ def test_temporaries_are_linear_in_the_rows(select):
         analysis = traced.lower().compile().memory_analysis()
         assert analysis is not None
         found[length] = analysis.temp_size_in_bytes
-        results = (v.aval for equation in equations(traced.jaxpr.jaxpr) for v in equation.outvars)
-        largest = max(int(np.prod(getattr(aval, "shape", ()))) for aval in results)
-        assert largest <= 2 * length * CONFIG.num_attention_heads * CONFIG.head_dim
+        assert max(array_sizes(traced.jaxpr.jaxpr)) <= 2 * length * CONFIG.num_attention_heads * CONFIG.head_dim
     assert found[65536] <= 8.5 * found[8192]

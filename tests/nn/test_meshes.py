@@ -11,8 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from foveal import (
-    AttentionConfig,
-    CompressedAttention,
     Compressor,
     Documents,
     GroupedLinear,
@@ -24,14 +22,10 @@ from foveal import (
     rope_table,
 )
 from foveal.nn.parameters import Numerics
+from tests.nn.layers import CONFIG, build
 from tests.support.meshes import B, D, S, assert_same, explicit_spec, mesh_of, operands
 
-TINY = AttentionConfig.tiny()
-
-
-@functools.cache
-def layer_of(layer_type: LayerType) -> CompressedAttention:
-    return CompressedAttention(TINY, layer_type=layer_type, rngs=nnx.Rngs(0))
+layer_of = functools.cache(build)
 
 
 def serve(layer, cache, x):
@@ -64,7 +58,7 @@ def layer_on_one_device(layer_type):
 
 def hidden_states():
     rng = np.random.default_rng(1)
-    return rng.normal(size=(B, S, TINY.hidden_size)).astype(np.float32), operands()[0]["ids"]
+    return rng.normal(size=(B, S, CONFIG.hidden_size)).astype(np.float32), operands()[0]["ids"]
 
 
 BATCH, SEQUENCE = P("data"), P(None, "data")
@@ -115,14 +109,14 @@ def test_hidden_states_that_are_not_sharded_under_a_mesh():
 def test_a_layer_without_jit_or_context():
     layer, x = layer_of(LayerType.SLIDING), jnp.asarray(hidden_states()[0])
     out = layer(jax.device_put(x, NamedSharding(mesh_of("Explicit"), P("data"))))
-    np.testing.assert_allclose(out, layer(x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, jax.jit(layer)(x), rtol=1e-5, atol=1e-5)
     assert out.sharding == NamedSharding(mesh_of("Explicit"), P("data", None, None))
 
 
 def test_modules_of_their_own():
     numerics, rngs = Numerics(jnp.float32, jnp.float32, None, 0.02), nnx.Rngs(0)
     compressor = Compressor(8, 4, ratio=4, overlap=True, epsilon=1e-6, numerics=numerics, rngs=rngs)
-    indexer = LightningIndexer(TINY, numerics=numerics, rngs=rngs)
+    indexer = LightningIndexer(CONFIG, numerics=numerics, rngs=rngs)
     grouped = GroupedLinear(16, 6, 2, numerics=numerics, rngs=rngs)
 
     def run(modules, a, latent):
@@ -131,14 +125,14 @@ def test_modules_of_their_own():
         layout = WindowLayout.of(documents, 4)
         table = rope_table(documents.positions, RopeConfig(10_000.0), 4)
         entries = compressor(a["kv"], layout, rope_table(layout.positions, RopeConfig(10_000.0), 4))
-        x = jnp.tile(a["kv"], (1, 1, TINY.hidden_size // D))
+        x = jnp.tile(a["kv"], (1, 1, CONFIG.hidden_size // D))
         q, weights = indexer.queries(x, latent, rope_table(documents.positions, RopeConfig(10_000.0), 16))
         keys = indexer(x, layout, rope_table(layout.positions, RopeConfig(10_000.0), 16))
         chosen = indexer.select(q, weights, keys, Visibility(documents, 6, 4))
         return table, entries, q, weights, keys, chosen, grouped(a["q"])
 
     (arrays, specs), modules = operands(), (compressor, indexer, grouped)
-    latent = np.random.default_rng(2).normal(size=(B, S, TINY.q_lora_rank)).astype(np.float32)
+    latent = np.random.default_rng(2).normal(size=(B, S, CONFIG.q_lora_rank)).astype(np.float32)
     mesh = mesh_of("Explicit")
     placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
     with jax.set_mesh(mesh):

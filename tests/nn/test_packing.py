@@ -3,19 +3,18 @@
 Whether a document alone comes out right is checked in test_attention.py.
 """
 
-import itertools
+import functools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveal import AttentionConfig, Documents, LayerType, pack_documents
+from foveal import Documents, LayerType, pack_documents
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
+from tests.nn.layers import CONFIG, compiled_reference, document_runs, every_layer_type, problem, pure_layer
 
-CONFIG = AttentionConfig.tiny()
-LAYER_TYPES = tuple(LayerType)
 # Padding on the left, on the right and in between; an id that comes back; documents shorter than every window, of a
 # whole number of windows and not, starting in every phase.
 LAYOUT = np.array(
@@ -26,49 +25,34 @@ LAYOUT = np.array(
 )
 
 
-def every_layer_type(test):
-    return pytest.mark.parametrize("layer_type", LAYER_TYPES)(test)
-
-
-def layouts(max_document=40):
-    return st.builds(
-        lambda seed, padding: random_segment_ids(seed, *LAYOUT.shape, max_document=max_document, padding=padding),
-        st.integers(0, 2**20),
-        st.booleans(),
-    )
-
-
 def alone(layer, params, x, cotangent, runs):
-    """Every document at the front of an empty row, two at a time: outputs, x gradients, summed parameter gradients."""
-    outputs, x_gradients, total = [], [], {name: np.zeros(np.shape(value)) for name, value in params.items()}
+    """Every document at the front of an empty row, two at a time: outputs and gradients, as of the packed rows."""
+    output, x_gradient = np.zeros(x.shape), np.zeros(x.shape)
+    total = {name: np.zeros(np.shape(value)) for name, value in params.items()}
     for pair in (runs[i : i + 2] for i in range(0, len(runs), 2)):
         rows, ids = np.zeros((2, *x.shape), np.float32), np.zeros(x.shape[:2], np.int32)
         for row, (b, start, stop) in enumerate(pair):
-            rows[0, row, : stop - start], rows[1, row, : stop - start] = x[b, start:stop], cotangent[b, start:stop]
+            rows[:, row, : stop - start] = x[b, start:stop], cotangent[b, start:stop]
             ids[row, : stop - start] = 1
-        output, gradients = layer.vjp(params, rows[0], ids, rows[1])
-        for row, (_, start, stop) in enumerate(pair):
-            outputs.append(output[row, : stop - start])
-            x_gradients.append(gradients["x"][row, : stop - start])
+        out, gradients = layer.vjp(params, rows[0], ids, rows[1])
+        for row, (b, start, stop) in enumerate(pair):
+            output[b, start:stop] = out[row, : stop - start]
+            x_gradient[b, start:stop] = gradients["x"][row, : stop - start]
         total = {name: total[name] + gradients[name] for name in params}
-    return outputs, x_gradients, total
+    return output, {**total, "x": x_gradient}
 
 
 @every_layer_type
 @settings(max_examples=6)
-@given(ids=layouts() | st.just(LAYOUT), seed=st.integers(0, 2**20))
-def test_packed_is_every_document_alone(layer_type, pure_layer, problem, runs_of, ids, seed):
+@given(layout=st.none() | st.integers(0, 2**20), padding=st.booleans(), seed=st.integers(0, 2**20))
+def test_packed_is_every_document_alone(layer_type, layout, padding, seed):
+    ids = LAYOUT if layout is None else random_segment_ids(layout, *LAYOUT.shape, max_document=40, padding=padding)
     layer, (params, x, cotangent) = pure_layer(layer_type), problem(layer_type, seed)
     cotangent = np.where(ids[:, :, None] == 0, 0, cotangent)
-    runs = runs_of(x, ids)
-    outputs, x_gradients, total = alone(layer, params, x, cotangent, runs)
+    want, want_gradients = alone(layer, params, x, cotangent, document_runs(x, ids))
     output, gradients = layer.vjp(params, x, ids, cotangent)
-    for (b, start, stop), want in zip(runs, outputs, strict=True):
-        assert_close(output[b, start:stop], want, np.float32)
-    expected_x = np.zeros(x.shape)
-    for (b, start, stop), want in zip(runs, x_gradients, strict=True):
-        expected_x[b, start:stop] = want
-    assert_gradients_close(gradients, {**total, "x": expected_x}, np.float32)
+    assert_close(output, want, np.float32)
+    assert_gradients_close(gradients, want_gradients, np.float32)
     np.testing.assert_array_equal(output[ids == 0], 0.0)
 
 
@@ -80,56 +64,32 @@ def first_of_a_row(layer, params, x):
 
 
 @every_layer_type
-def test_a_document_in_a_row_is_the_unpacked_row(layer_type, pure_layer, problem):
-    """The two code paths, with segment ids and without, in every phase of the windows."""
-    params, x, _ = problem(layer_type, 1, batch=1, length=21)
-    layer = pure_layer(layer_type)
-    want = first_of_a_row(layer, params, x)
-    for start in range(9):
-        rows, ids = np.full((2, 67, CONFIG.hidden_size), 3.0, np.float32), np.full((2, 67), 9, np.int32)
-        rows[1, start : start + 21], ids[1, start : start + 21] = x[0], 4
-        got, _ = layer.vjp(params, rows, ids, np.zeros_like(rows))
-        assert_close(got[1, start : start + 21], want, np.float32)
+@pytest.mark.parametrize(("filler", "filler_id"), [(3.0, 9), (np.nan, 0)], ids=["documents", "padding"])
+def test_a_document_in_a_row_is_the_unpacked_row(layer_type, filler, filler_id):
+    """The two code paths, with segment ids and without, in every phase of the windows.
 
-
-@every_layer_type
-def test_padding_on_the_left_is_as_if_it_were_not_there(layer_type, pure_layer, problem):
-    """Whole windows of it or not, in each row another number: it shifts neither windows nor positions."""
-    params, x, _ = problem(layer_type, 11, batch=1, length=21)
-    layer = pure_layer(layer_type)
-    want = first_of_a_row(layer, params, x)
-    for left in ((2, 4), (8, 13), (46, 0)):
-        rows, ids = np.full((2, 67, CONFIG.hidden_size), np.nan, np.float32), np.zeros((2, 67), np.int32)
-        for row, n in enumerate(left):
-            rows[row, n : n + 21], ids[row, n : n + 21] = x[0], 6
-        got, _ = layer.vjp(params, rows, ids, np.zeros_like(rows))
-        for row, n in enumerate(left):
-            assert_close(got[row, n : n + 21], want, np.float32)
+    Padding, whole windows of it or not, shifts neither windows nor positions, whatever it holds.
+    """
+    params, x, cotangent = problem(layer_type, 1)
+    layer, length = pure_layer(layer_type), 21
+    want = layer.vjp(params, x, None, cotangent)[0][0, :length]  # what follows is not seen
+    for starts in ((0, 1), (2, 3), (4, 5), (6, 7), (8, 13), (46, 0)):
+        rows, ids = np.full(x.shape, filler, np.float32), np.full(x.shape[:2], filler_id, np.int32)
+        for row, start in enumerate(starts):
+            rows[row, start : start + length], ids[row, start : start + length] = x[0, :length], 6
+        got, _ = layer.vjp(params, rows, ids, cotangent)
+        for row, start in enumerate(starts):
+            assert_close(got[row, start : start + length], want, np.float32)
         np.testing.assert_array_equal(got[ids == 0], 0.0)
 
 
 @every_layer_type
-def test_one_packed_row_told_by_cumulative_lengths(layer_type, pure_layer, problem):
-    """A batch of one, as variable-length kernels take it: each document as if alone, the rest of the row padding."""
-    params, x, cotangent = problem(layer_type, 12)
-    ends = (0, 6, 18, 21, 60)
-    documents = Documents.from_cu_seqlens(np.array(ends), 67)
-    assert documents.shape == (1, 67)
-    runs = [(0, start, stop) for start, stop in itertools.pairwise(ends)]
-    outputs, _, _ = alone(pure_layer(layer_type), params, x, cotangent, runs)
-    got = pure_layer(layer_type, optimized=False).forward(params, x[:1], documents)
-    for (_, start, stop), want in zip(runs, outputs, strict=True):
-        assert_close(got[0, start:stop], want, np.float32)
-    np.testing.assert_array_equal(got[0, 60:], 0.0)
-
-
-@every_layer_type
-def test_no_bit_of_another_document_moves(layer_type, pure_layer, problem, runs_of):
+def test_no_bit_of_another_document_moves(layer_type):
     """Whatever one document holds, NaN and infinity included. Finite changes leave the others' gradients alone too."""
     params, x, cotangent = problem(layer_type, 2)
     layer = pure_layer(layer_type)
     output, gradients = layer.vjp(params, x, LAYOUT, cotangent)
-    for b, start, stop in runs_of(x, LAYOUT):
+    for b, start, stop in document_runs(x, LAYOUT):
         others = np.ones(LAYOUT.shape, bool)
         others[b, start:stop] = False
         for value in (np.nan, np.inf, -np.inf, 1e4):
@@ -143,7 +103,7 @@ def test_no_bit_of_another_document_moves(layer_type, pure_layer, problem, runs_
 
 
 @every_layer_type
-def test_padding_may_hold_anything(layer_type, pure_layer, problem):
+def test_padding_may_hold_anything(layer_type):
     """Padding rows come out zero, get no gradient, and neither they nor their cotangents reach any other gradient."""
     params, x, cotangent = problem(layer_type, 3)
     layer, padding = pure_layer(layer_type), LAYOUT == 0
@@ -160,7 +120,7 @@ def test_padding_may_hold_anything(layer_type, pure_layer, problem):
 
 
 @every_layer_type
-def test_rows_of_nothing_but_padding(layer_type, pure_layer, problem):
+def test_rows_of_nothing_but_padding(layer_type):
     params, x, cotangent = problem(layer_type, 4)
     output, gradients = pure_layer(layer_type).vjp(params, np.full_like(x, np.nan), np.zeros_like(LAYOUT), cotangent)
     np.testing.assert_array_equal(output, 0.0)
@@ -169,7 +129,7 @@ def test_rows_of_nothing_but_padding(layer_type, pure_layer, problem):
 
 
 @every_layer_type
-def test_everything_restarts_with_the_document(layer_type, pure_layer, problem):
+def test_everything_restarts_with_the_document(layer_type):
     """After k tokens of another document as at row 0: position, bias slot, previous window, window phase."""
     params, x, cotangent = problem(layer_type, 5)
     layer, length = pure_layer(layer_type), 40
@@ -192,7 +152,7 @@ def test_everything_restarts_with_the_document(layer_type, pure_layer, problem):
 
 
 @every_layer_type
-def test_batch_rows_do_not_know_each_other(layer_type, pure_layer, problem):
+def test_batch_rows_do_not_know_each_other(layer_type):
     """Permuted rows come out permuted; a row with no history is the same beside a row with history and beside none."""
     params, x, cotangent = problem(layer_type, 6)
     layer = pure_layer(layer_type)
@@ -208,50 +168,61 @@ def test_batch_rows_do_not_know_each_other(layer_type, pure_layer, problem):
         np.testing.assert_array_equal(beside[0], beside_short[0])
 
 
-@every_layer_type
-def test_promised_alignment_changes_nothing(layer_type, pure_layer, problem):
-    """Documents that start at multiples of 8 with that promise, which allows other code, and without it."""
-    params, x, cotangent = problem(layer_type, 7)
-    lengths = (3, 17, 8, 20, 40, 11)
-    packed = pack_documents([np.ones(n) for n in lengths], 67, align=8)
+@functools.cache
+def prepared_otherwise():
+    """Documents not made of segment ids, of which they know more, beside those segment ids."""
+    packed = pack_documents([np.ones(n) for n in (3, 17, 8, 20, 40, 11)], 67, align=8)
     assert packed.segment_ids.shape == LAYOUT.shape
     assert packed.documents.alignment == 8
-    layer = pure_layer(layer_type)
-    want, want_gradients = layer.vjp(params, x, packed.segment_ids, cotangent)
-    poisoned = np.where(packed.segment_ids[:, :, None] == 0, np.nan, x)
-    got, got_gradients = layer.vjp(params, poisoned, packed.documents, cotangent)
-    assert_close(got, want, np.float32)
-    assert_gradients_close(got_gradients, want_gradients, np.float32)
+    right = np.arange(67)[None] < np.array([[67], [30], [1], [0]])
+    cumulative = np.repeat([[1, 2, 3, 4, 0]], np.diff((0, 6, 18, 21, 60, 67)), axis=1)
+    return {
+        "whole windows apart": (packed.documents, packed.segment_ids),
+        "one a row, by length": (Documents.from_lengths(np.array([67, 30]), 67), right[:2].astype(np.int32)),
+        "one a row, by no length": (Documents.from_lengths(np.array([1, 0]), 67), right[2:].astype(np.int32)),
+        "one packed row": (Documents.from_cu_seqlens(np.array((0, 6, 18, 21, 60)), 67), cumulative),
+    }
 
 
 @every_layer_type
-def test_right_padded_rows(layer_type, pure_layer, problem):
-    """One document a row, by its length: every start is known to be row 0, and yet not every window is whole."""
-    params, x, _ = problem(layer_type, 8)
-    for lengths in ([67, 30], [1, 0]):
-        ids = (np.arange(67)[None] < np.array(lengths)[:, None]).astype(np.int32)
-        want, _ = pure_layer(layer_type).vjp(params, x, ids, np.zeros_like(x))
-        poisoned = np.where(ids[:, :, None] == 0, np.nan, x)
-        got = pure_layer(layer_type).forward(params, poisoned, Documents.from_lengths(np.array(lengths), 67))
-        assert_close(got, want, np.float32)
+@pytest.mark.parametrize(
+    "case", ["whole windows apart", "one a row, by length", "one a row, by no length", "one packed row"]
+)
+def test_what_documents_promise_changes_nothing(layer_type, case):
+    """With a promise that allows other code (starts at multiples of 8, or at row 0) and without it."""
+    documents, ids = prepared_otherwise()[case]
+    params, x, cotangent = problem(layer_type, 7)
+    layer, batch = pure_layer(layer_type), len(ids)
+    want, want_gradients = layer.vjp(params, x, np.concatenate([ids, np.zeros_like(ids)])[:2], cotangent)
+    assert documents.shape == ids.shape
+    poisoned = np.where(ids[:, :, None] == 0, np.nan, x[:batch])
+    got, got_gradients = layer.vjp(params, poisoned, documents, cotangent[:batch])
+    want_gradients["x"] = want_gradients["x"][:batch]
+    assert_close(got, want[:batch], np.float32)
+    assert_gradients_close(got_gradients, want_gradients, np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- causality
 
 
+def moved_by_edits(run, x):
+    """bool [B, S, S]: whether output t of `run` moves when token s is edited, one token after the other."""
+    output, moved = run(x), []
+    for s in range(x.shape[1]):
+        edited = x.copy()
+        edited[:, s] = -2 * x[:, s]
+        moved.append(np.any(run(edited) != output, axis=-1))
+    return np.stack(moved, axis=-1)
+
+
 @every_layer_type
 @pytest.mark.parametrize("packed", [True, False])
-def test_no_output_before_an_edit_moves(layer_type, packed, pure_layer, problem):
+def test_no_output_before_an_edit_moves(layer_type, packed):
     params, x, cotangent = problem(layer_type, 9)
     layer, ids = pure_layer(layer_type), LAYOUT if packed else None
-    output, _ = layer.vjp(params, x, ids, cotangent)
-    for t in range(67):
-        edited = x.copy()
-        edited[:, t] = -2 * x[:, t]
-        moved, _ = layer.vjp(params, edited, ids, cotangent)
-        np.testing.assert_array_equal(moved[:, :t], output[:, :t])
-        visible = np.ones(2, bool) if ids is None else ids[:, t] != 0
-        np.testing.assert_array_equal(np.any(moved[:, t] != output[:, t], axis=-1), visible)
+    moved = moved_by_edits(lambda x: layer.vjp(params, x, ids, cotangent)[0], x)  # a program that is there
+    assert not np.triu(moved, 1).any()
+    np.testing.assert_array_equal(np.diagonal(moved, axis1=1, axis2=2), LAYOUT != 0 if packed else True)
 
 
 def dependence(ids, runs, layer_type, window):
@@ -269,24 +240,19 @@ def dependence(ids, runs, layer_type, window):
 
 @every_layer_type
 @pytest.mark.parametrize("packed", [True, False])
-def test_outputs_depend_on_what_they_see_and_on_nothing_else(layer_type, packed, pure_layer, problem, runs_of):
+def test_outputs_depend_on_what_they_see_and_on_nothing_else(layer_type, packed):
     """Edits one token after the other. The window is short, so that most of an entry is seen through it alone: from the
     window's last token on, and not one token sooner or later.
     """
     params, x, _ = problem(layer_type, 10)
     layer, ids = pure_layer(layer_type, select="all", sliding_window=2), LAYOUT if packed else None
-    output = layer.forward(params, x, ids)
-    expected = dependence(LAYOUT, runs_of(x, ids), layer_type, window=2)
-    for s in range(67):
-        edited = x.copy()
-        edited[:, s] = -2 * x[:, s]
-        moved = np.any(layer.forward(params, edited, ids) != output, axis=-1)
-        np.testing.assert_array_equal(moved, expected[:, :, s], err_msg=f"token {s}")
+    expected = dependence(LAYOUT, document_runs(x, ids), layer_type, window=2)
+    np.testing.assert_array_equal(moved_by_edits(lambda x: layer.forward(params, x, ids), x), expected)
 
 
 @every_layer_type
 @pytest.mark.parametrize("size", [1e15, 1e20])
-def test_huge_hidden_states_come_out_right_or_as_nan(layer_type, pure_layer, problem, compiled_reference, size):
+def test_huge_hidden_states_come_out_right_or_as_nan(layer_type, size):
     """Of 1e15 a norm's squares fit float32; of 1e20 they do not, and zeros would look like an answer.
 
     The other document does not notice, to the last bit.

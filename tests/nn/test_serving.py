@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveal import AttentionConfig, CacheStack, CompressedAttention, LayerType, left_aligned, unpack
+from foveal import AttentionConfig, CacheStack, LayerType, left_aligned, unpack
 from foveal.testing.numerics import assert_close
+from tests.nn.layers import LAYER_TYPES, build, every_layer_type
 from tests.nn.serving import CAPACITY, CONFIG, LENGTH, served, text
 
 ROLLBACK = 5
@@ -28,12 +28,8 @@ SHAPES = [{}, {"sliding_window": 1, "csa_ratio": 1, "hca_ratio": 3}, {"sliding_w
 SHAPES += [{"csa_ratio": 3, "index_topk": 1, "sliding_window": 64}, {"index_topk": 100, "hca_ratio": 48}]
 # A sliding layer has neither of what the last one changes.
 CASES = [
-    (kind, changes) for changes in SHAPES for kind in LayerType if (kind, changes) != (LayerType.SLIDING, SHAPES[-1])
+    (kind, changes) for changes in SHAPES for kind in LAYER_TYPES if (kind, changes) != (LayerType.SLIDING, SHAPES[-1])
 ]
-
-
-def every_layer_type(test):
-    return pytest.mark.parametrize("layer_type", tuple(LayerType))(test)
 
 
 @pytest.mark.parametrize(("layer_type", "changes"), CASES, ids=str)
@@ -59,12 +55,12 @@ def test_every_prompt_then_token_by_token(layer_type):
     # As many rows as a row has splits, which is a program that is there: the shortest prompts twice.
     prompts = [n % (LENGTH - steps + 1) for n in range(LENGTH + 1)]
     out, cache = layer.append(layer.layer.init_cache(len(prompts), LENGTH), [row[:n] for n in prompts])
+    parts = [out]
     for step in range(steps):
-        more, cache = layer.append(cache, [row[n + step : n + step + 1] for n in prompts])
-        for i, n in enumerate(prompts):
-            assert_close(more[i], want[n + step : n + step + 1], np.float32, what=f"prompt of {n}, step {step}")
-    for i, n in enumerate(prompts):
-        assert_close(out[i], want[:n], np.float32)
+        out, cache = layer.append(cache, [row[n + step : n + step + 1] for n in prompts])
+        parts.append(out)
+    for n, *outputs in zip(prompts, *parts, strict=True):
+        assert_close(np.concatenate(outputs), want[: n + steps], np.float32, what=f"prompt of {n}")
 
 
 @pytest.mark.slow
@@ -75,19 +71,13 @@ def test_prompts_around_the_real_windows(layer_type):
     row = text(3, rows=1, length=268)[0]
     want = layer.full(row[None])[0]
     prompts = [0, 1, 3, 4, 5, 127, 128, 129, 255, 256, 257]
-    out, cache = layer.append(layer.layer.init_cache(len(prompts), 300), [row[:n] for n in prompts])
-    for i, n in enumerate(prompts):
-        assert_close(out[i], want[:n], np.float32, what=f"prompt of {n}")
-    done = np.array(prompts)
-    for size in (1, 3, 1, 1):
-        more, cache = layer.append(cache, [row[n : n + size] for n in done])
-        for i, n in enumerate(done):
-            assert_close(more[i], want[n : n + size], np.float32, what=f"prompt of {prompts[i]}, {size} at {n}")
-        done = done + size
-    # The shortest catches up with the longest, which sits out.
-    more, cache = layer.append(cache, [row[n : done[-1]] for n in done])
-    for i, n in enumerate(done):
-        assert_close(more[i], want[n : done[-1]], np.float32, what=f"from {n}")
+    cache, done = layer.layer.init_cache(len(prompts), 300), np.zeros_like(prompts)
+    # At last the shortest catches up with the longest, which sits out.
+    for ends in (prompts, *(np.add(prompts, more) for more in (1, 4, 5, 6)), np.full_like(prompts, 263)):
+        out, cache = layer.append(cache, [row[n:end] for n, end in zip(done, ends, strict=True)])
+        for i, (n, end) in enumerate(zip(done, ends, strict=True)):
+            assert_close(out[i], want[n:end], np.float32, what=f"prompt of {prompts[i]}, {n} to {end}")
+        done = np.array(ends)
 
 
 # One step of a session: what happens to each row, in that order.
@@ -201,55 +191,40 @@ def test_bfloat16_is_near_float32():
         assert cache.window.dtype == jnp.bfloat16
         out, cache = layer.append(cache, list(x[:, :30]))
         more, _ = layer.append(cache, list(x[:, 30:]))
-        assert_close(np.concatenate([np.stack(out), np.stack(more)], axis=1), want, jnp.bfloat16)
+        assert_close(np.concatenate([out, more], axis=1), want, jnp.bfloat16)
 
 
 @every_layer_type
 def test_one_program_serves_a_generation_in_place(layer_type):
-    """300 tokens: one trace, the donated cache's buffers reused, and the same outputs as a full pass."""
+    """300 tokens: the donated cache's buffers reused, a cache of the same type, and the outputs of a full pass."""
     steps, layer = 300, served(layer_type)
     x = text(7, rows=2, length=steps)
-    traces = 0
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(cache, token):
-        nonlocal traces
-        traces += 1
-        return layer.layer.decode(cache, token)
-
     cache = layer.layer.init_cache(2, steps)
-    outputs = []
-    for i in range(steps):
-        old = cache
-        out, cache = step(cache, jnp.asarray(x[:, i : i + 1]))
-        outputs.append(out)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-    assert traces == 1
-    assert_close(jnp.concatenate(outputs, axis=1), layer.full(x), np.float32)
-    memory = step.lower(cache, jnp.asarray(x[:, :1])).compile().memory_analysis()
+    step = jax.jit(layer.layer.decode, donate_argnums=0).lower(cache, jnp.asarray(x[:, :1])).compile()
+    memory, outputs = step.memory_analysis(), []
     assert memory is not None
     assert memory.alias_size_in_bytes >= cache.nbytes
+    for i in range(steps):
+        old, types = cache, jax.tree.map(jax.typeof, cache)
+        out, cache = step(cache, x[:, i : i + 1])
+        outputs.append(out)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        assert jax.tree.map(jax.typeof, cache) == types  # nothing that would be traced anew
+    assert_close(np.concatenate(outputs, axis=1), layer.full(x), np.float32)
 
 
 @pytest.mark.parametrize("layer_type", [LayerType.HCA, LayerType.CSA])
 def test_a_decoding_step_copies_nothing_of_the_cache(layer_type):
-    """Temporaries grow with the capacity by an index score and a rank a slot, not by keys."""
-    layer = CompressedAttention(CONFIG, layer_type=layer_type, rngs=nnx.Rngs(0))
-    ratio = CONFIG.compress_ratio(layer_type)
-
-    def planned(capacity):
-        cache = jax.eval_shape(lambda: layer.init_cache(1, capacity))
-        token = jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.float32)
-        compiled = jax.jit(layer.decode, donate_argnums=0).lower(cache, token).compile()
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        return memory.temp_size_in_bytes
-
-    slots = (1 << 18) // ratio
-    grown = planned(1 << 18) - planned(1 << 12)
+    """Temporaries at a large capacity are an index score and a rank a slot, not keys."""
+    layer, capacity = build(layer_type), 1 << 18
+    cache = jax.eval_shape(lambda: layer.init_cache(1, capacity))
+    token = jax.ShapeDtypeStruct((1, 1, CONFIG.hidden_size), jnp.float32)
+    memory = jax.jit(layer.decode, donate_argnums=0).lower(cache, token).compile().memory_analysis()
+    assert memory is not None
     key = 4 * (CONFIG.index_head_dim if layer_type is LayerType.CSA else CONFIG.head_dim)
     # An HCA layer has a copy of its entries with those that are not finite zeroed.
-    assert grown < (0.25 if layer_type is LayerType.CSA else 1.25) * key * slots
+    most = (0.25 if layer_type is LayerType.CSA else 1.25) * key * capacity // CONFIG.compress_ratio(layer_type)
+    assert memory.temp_size_in_bytes < most
 
 
 def test_packed_and_left_padded_prompts():
@@ -287,54 +262,52 @@ def test_under_vmap_and_sharded_over_the_batch(layer_type):
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_row = jax.NamedSharding(mesh, jax.P("data"))
-    placed, tokens, counts = jax.device_put((cache, jnp.asarray(x[:, :20]), lengths), by_row)
+    # Eight tokens at a time, more than the window keeps, and at last one for whoever holds some: that behind those.
+    placed, token, done = jax.device_put(cache, by_row), np.minimum(held, 1), np.zeros(4, int)
     step = jax.jit(layer.layer.prefill, out_shardings=by_row)
-    out, sharded = step(placed, tokens, counts)
-    assert_close(out, want, np.float32)
-    # A token for whoever holds some: the one behind those.
-    one = jax.device_put(np.stack([x[row, n : n + 1] for row, n in enumerate(held)]), by_row)
-    compiled = step.lower(sharded, one, jnp.minimum(counts, 1)).compile()
+    programs = {size: step.lower(*jax.device_put((placed, x[:, :size], done), by_row)).compile() for size in (8, 1)}
+    chunks = [(8, np.clip(np.subtract(held, first), 0, 8)) for first in (0, 8, 16)]
+    for size, counts in (*chunks, (1, token)):
+        chunk = np.stack([row[n : n + size] for row, n in zip(x, done, strict=True)])
+        out, placed = programs[size](placed, *jax.device_put((chunk, counts), by_row))
+        for row, (n, count) in enumerate(zip(done, counts, strict=True)):
+            assert_close(out[row, :count], full[row, n : n + count], np.float32)
+            np.testing.assert_array_equal(out[row, count:], 0.0)
+        done = done + counts
     # Between devices go shared loop bounds and conditions, scalars, and nothing of a row.
-    program = compiled.as_text() or ""
-    assert not re.search(r"all-gather|all-to-all|collective-permute", program)
-    assert set(re.findall(r" = (\S+) all-reduce\(", program)) <= {"s32[]", "pred[]"}
-    assert "num_partitions=4" in program
-    token, _ = compiled(sharded, one, jnp.minimum(counts, 1))
-    want_token = np.stack([full[row, n : n + 1] * min(n, 1) for row, n in enumerate(held)])
-    assert_close(token, want_token, np.float32)
+    for compiled in programs.values():
+        program = compiled.as_text() or ""
+        assert not re.search(r"all-gather|all-to-all|collective-permute", program)
+        assert set(re.findall(r" = (\S+) all-reduce\(", program)) <= {"s32[]", "pred[]"}
+        assert "num_partitions=4" in program
 
 
 @pytest.mark.slow
 def test_a_stack_of_layers_is_a_cache_of_each():
-    layers = [CompressedAttention(CONFIG, i, rngs=nnx.Rngs(i)) for i in range(CONFIG.num_layers)]
-    x = jnp.asarray(text(12))
+    layers, x = [served(layer_type) for layer_type in CONFIG.layer_types], text(12)
 
-    def model(x, caches=None, lengths=None):
-        new = []
-        for i, layer in enumerate(layers):
-            if caches is None:
-                more = layer(x)
-            else:
-                more, cache = layer.prefill(caches[i], x, lengths)
-                new.append(cache)
-            x = x + more
-        return x, CacheStack(tuple(new))
+    def model(stack, chunks):
+        caches = []
+        for layer, cache in zip(layers, stack, strict=True):
+            more, cache = layer.append(cache, chunks)
+            caches.append(cache)
+            chunks = [chunk + new for chunk, new in zip(chunks, more, strict=True)]
+        return chunks, CacheStack(tuple(caches))
 
-    step = jax.jit(model)
-    want, _ = step(x)
-    stack = CacheStack.init(CONFIG, batch=3, capacity=CAPACITY, max_rollback=4)
+    want = x
+    for layer in layers:
+        want = want + layer.full(want)
+    stack = CacheStack.init(CONFIG, batch=3, capacity=CAPACITY, max_rollback=ROLLBACK)
     assert len(stack) == 3
     assert stack.nbytes == sum(cache.nbytes for cache in stack)
-    out, stack = step(x[:, :30], stack, jnp.full((3,), 30))
-    assert_close(out, want[:, :30], np.float32)
-    # Chunks of 30 tokens as well, of which a few count.
-    _, stack = step(jnp.roll(x, -5, axis=1)[:, :30], stack, jnp.array([4, 1, 0]))
-    stack = stack.rollback(np.array([4, 1, 0])).reorder(np.array([2, 0, 1]))
-    x, want = x[np.array([2, 0, 1])], want[np.array([2, 0, 1])]
-    out, stack = step(jnp.roll(x, -30, axis=1)[:, :30], stack, jnp.full((3,), 4))
-    assert_close(out[:, :4], want[:, 30:34], np.float32)
-    stack = stack.reset(np.array([True, False, False]))
-    np.testing.assert_array_equal(stack.lengths, [0, 34, 34])
+    out, stack = model(stack, list(x[:, :30]))
+    assert_close(np.stack(out), want[:, :30], np.float32)
+    _, stack = model(stack, [x[row, 35 : 35 + n] for row, n in enumerate((4, 1, 0))])
+    order, gone = np.array([2, 0, 1]), np.array([True, False, False])
+    stack = jax.jit(lambda stack: stack.rollback(np.array([4, 1, 0])).reorder(order))(stack)
+    out, stack = model(stack, list(x[order, 30:34]))
+    assert_close(np.stack(out), want[order, 30:34], np.float32)
+    np.testing.assert_array_equal(stack.reset(gone).lengths, [0, 34, 34])
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Heads over one mesh axis, the batch over another: the same numbers, and no operand of attention gathered."""
 
 import dataclasses
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +14,25 @@ from flax.core.spmd import logical_axis_rules
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
+from foveal import Documents
 from foveal.geometry import Visibility
 from foveal.ops import core_attention
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
-from foveal.testing.parameters import get_params, set_params
+from foveal.testing.parameters import get_params
+from tests.nn.layers import AXES, CONFIG, arrays, build, every_layer_type, problem, pure_layer
 
-CHANGES = {"num_attention_heads": 8, "o_groups": 4, "index_n_heads": 4}
-AXES = {"embed", "q_lora", "heads", "kv", "window", "norm", "index_heads", "o_groups", "group_heads", "o_lora"}
+CHANGES: dict[str, Any] = {"num_attention_heads": 8, "o_groups": 4, "index_n_heads": 4}
 RULES = dict.fromkeys(AXES) | dict.fromkeys(["heads", "o_groups", "index_heads"], "tensor")
 
 
-@pytest.fixture(scope="module", params=["Explicit", "Auto"])
-def mesh(request):
-    """Explicit axes are what `jax.make_mesh` makes unless told otherwise."""
-    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType[request.param],) * 2)
+# Explicit axes are what `jax.make_mesh` makes unless told otherwise.
+on_each_kind_of_mesh = pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+
+
+@functools.cache
+def mesh_of(axis_type: str) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
 
 
 def collectives(hlo: str, kind: str) -> list[str]:
@@ -38,90 +43,68 @@ def collectives(hlo: str, kind: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- layer
 
 
-class ShardedLayer:
-    """A layer on a mesh, its parameters placed by their axes' names."""
-
-    def __init__(self, layer_type, params, mesh):
-        config = dataclasses.replace(AttentionConfig.tiny(), **CHANGES)
-        layer = CompressedAttention(config, layer_type=layer_type, rngs=nnx.Rngs(0))
-        set_params(layer, params)
-        state = nnx.state(layer, nnx.Param)
-        with logical_axis_rules(tuple(RULES.items())):
-            shardings = nnx.get_named_sharding(state, mesh)
-        nnx.update(layer, jax.device_put(state, shardings))
-        self.layer, self.mesh = layer, mesh
-
-        def loss(layer, x, ids, cotangent):
-            output = layer(x, ids)
-            return jnp.sum(output * cotangent), output
-
-        self.step = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-
-    def over_data(self, *arrays):
-        return jax.device_put(arrays, NamedSharding(self.mesh, P("data")))
+@functools.cache
+def sharded(layer_type, axis_type):
+    """A layer on a mesh, its parameters placed by their axes' names, and a problem for it."""
+    params, x, cotangent = problem(layer_type, 1, **CHANGES)
+    layer = build(layer_type, params, dataclasses.replace(CONFIG, **CHANGES))
+    state = nnx.state(layer, nnx.Param)
+    with logical_axis_rules(tuple(RULES.items())):
+        shardings = nnx.get_named_sharding(state, mesh_of(axis_type))
+    nnx.update(layer, jax.device_put(state, shardings))
+    return layer, params, x, random_segment_ids(1, *x.shape[:2], max_document=30), cotangent
 
 
-@pytest.fixture(scope="module")
-def sharded(mesh, problem):
-    made = {}
-
-    def make(layer_type):
-        if layer_type not in made:
-            params, x, cotangent = problem(layer_type, 1, **CHANGES)
-            made[layer_type] = ShardedLayer(layer_type, params, mesh), params, x, cotangent
-        return made[layer_type]
-
-    return make
+def over_data(axis_type, *values) -> Any:
+    return jax.device_put(values, NamedSharding(mesh_of(axis_type), P("data")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer_type", LayerType)
-def test_the_layer_computes_what_it_does_on_one_device(layer_type, sharded, pure_layer):
-    layer, params, x, cotangent = sharded(layer_type)
-    placed = {name: value.sharding.shard_shape(value.shape) for name, value in get_params(layer.layer).items()}
+@on_each_kind_of_mesh
+@every_layer_type
+def test_the_layer_computes_what_it_does_on_one_device(layer_type, axis_type):
+    """And gathers neither queries nor keys, whatever the projections around attention make XLA gather."""
+    layer, params, x, ids, cotangent = sharded(layer_type, axis_type)
+    placed = {name: value.sharding.shard_shape(value.shape) for name, value in get_params(layer).items()}
     assert placed["q_b_proj.kernel"] == (32, 8 * 32 // 4)
     assert placed["o_a_proj.kernel"] == (1, 2 * 32, 16)
     assert placed["sinks"] == (2,)
     assert placed["kv_proj.kernel"] == params["kv_proj.kernel"].shape
 
-    ids = random_segment_ids(1, *x.shape[:2], max_document=30)
+    def loss(layer, x, ids, cotangent):
+        output = layer(x, ids)
+        return jnp.sum(output * cotangent), output
+
+    step = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    with jax.set_mesh(mesh_of(axis_type)):
+        arguments = layer, *over_data(axis_type, x, ids, cotangent)
+        compiled = step.lower(*arguments).compile()
+        (_, got), (gradients, x_gradient) = compiled(*arguments)
     want, want_gradients = pure_layer(layer_type, **CHANGES).vjp(params, x, ids, cotangent)
-    with jax.set_mesh(layer.mesh):
-        (_, got), (gradients, x_gradient) = layer.step(layer.layer, *layer.over_data(x, ids, cotangent))
     assert_close(got, want, np.float32)
-    named = {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(gradients)}
-    assert_gradients_close({**named, "x": x_gradient}, want_gradients, np.float32)
+    assert_gradients_close({**arrays(gradients), "x": x_gradient}, want_gradients, np.float32)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer_type", LayerType)
-def test_a_prompt_and_tokens_through_a_cache(layer_type, sharded, pure_layer):
-    layer, params, x, _ = sharded(layer_type)
-    want = pure_layer(layer_type, **CHANGES).forward(params, x)
-    step, outputs = nnx.jit(lambda layer, cache, x: layer.prefill(cache, x)), []
-    with jax.set_mesh(layer.mesh):
-        (cache,) = layer.over_data(layer.layer.init_cache(*x.shape[:2]))
-        for chunk in (x[:, :64], x[:, 64:65], x[:, 65:66], x[:, 66:67]):
-            out, cache = step(layer.layer, cache, *layer.over_data(chunk))
-            outputs.append(out)
-    assert_close(np.concatenate(outputs, axis=1), want, np.float32)
-
-
-@pytest.mark.parametrize("layer_type", LayerType)
-def test_the_layer_gathers_neither_queries_nor_keys(layer_type, sharded):
-    """Whatever the projections around it make XLA gather, it is nothing that attention is over."""
-    layer, _, x, cotangent = sharded(layer_type)
-    ids = random_segment_ids(1, *x.shape[:2], max_document=30)
-    with jax.set_mesh(layer.mesh):
-        arguments = layer.layer, *layer.over_data(x, ids, cotangent)
-        hlo = layer.step.lower(*arguments).compile().as_text()
-    batch, heads, dim = x.shape[0], layer.layer.config.num_attention_heads, layer.layer.config.head_dim
-    for line in collectives(hlo, "all-gather"):
+    batch, heads, dim = x.shape[0], layer.config.num_attention_heads, layer.config.head_dim
+    for line in collectives(compiled.as_text() or "", "all-gather"):
         for shape in result_shapes(line):
             # Of all batch rows or of all heads, at full length or a tile's. An index key is as wide as a key here.
             assert (shape[0], shape[-1]) != (batch, dim), line
             assert shape[-2:] != (heads, dim), line
             assert len(shape) < 3 or shape[-1] != heads * dim, line
+
+
+@pytest.mark.slow
+@on_each_kind_of_mesh
+@every_layer_type
+def test_a_prompt_and_tokens_through_a_cache(layer_type, axis_type):
+    layer, params, x, ids, cotangent = sharded(layer_type, axis_type)
+    want, _ = pure_layer(layer_type, **CHANGES).vjp(params, x, np.ones_like(ids), cotangent)
+    step, outputs = nnx.jit(lambda layer, cache, x: layer.prefill(cache, x)), []
+    with jax.set_mesh(mesh_of(axis_type)):
+        (cache,) = over_data(axis_type, layer.init_cache(*x.shape[:2]))
+        for chunk in (x[:, :64], x[:, 64:65], x[:, 65:66], x[:, 66:67]):
+            out, cache = step(layer, cache, *over_data(axis_type, chunk))
+            outputs.append(out)
+    assert_close(np.concatenate(outputs, axis=1), want, np.float32)
 
 
 def result_shapes(line: str) -> list[tuple[int, ...]]:
@@ -142,13 +125,14 @@ CORES = {
 }
 
 
+@on_each_kind_of_mesh
 @pytest.mark.parametrize("core", CORES)
-def test_core_attention_gathers_nothing(core, mesh):
+def test_core_attention_gathers_nothing(core, axis_type):
     """Heads and batch rows are independent but for sums: of a key's gradient over heads, of a sink's over rows."""
     (ratio, selected), batch, length, heads, dim = CORES[core], 2, 512, 8, 16
 
     def of(shape, *axes, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_of(axis_type), P(*axes)))
 
     q = of((batch, length, heads, dim), "data", None, "tensor", None)
     args = q, of((batch, length, dim), "data"), of((batch, length // ratio, dim), "data"), of((heads,), "tensor")

@@ -12,19 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from foveal import AttentionConfig, CompressedAttention, LayerType
+from foveal import AttentionConfig, LayerType
 from foveal.testing.generators import random_hidden, random_params
 from foveal.testing.numerics import assert_close, assert_gradients_close
-from foveal.testing.parameters import set_params
+from tests.nn.layers import build, compiled_reference, every_layer_type, problem, pure_layer
 
 torch = pytest.importorskip("torch")
 cache_utils = pytest.importorskip("transformers.cache_utils")
 torch.set_num_threads(1)
 peers = pytest.importorskip("foveal.testing.peer")
 
-LAYER_TYPES = tuple(LayerType)
 LENGTHS = (1, 3, 127, 128, 129, 489)
 FLASH = AttentionConfig.deepseek_v4_flash()
 # Flash's ratios, window and RoPE in small widths; 16 of up to 122 entries are selected.
@@ -51,8 +49,8 @@ def clear_seed(reference, make):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("layer_type", LAYER_TYPES)
-def test_parity(layer_type, length, pure_layer, compiled_reference, problem):
+@every_layer_type
+def test_parity(layer_type, length):
     reference = compiled_reference(layer_type, length=max(LENGTHS), **REAL)
 
     def make(seed):
@@ -62,7 +60,7 @@ def test_parity(layer_type, length, pure_layer, compiled_reference, problem):
     peer = peers.peer_of_params(SMALL, layer_type, params)
     hidden = torch.tensor(x, requires_grad=True)
     theirs = peer(hidden)
-    layer = pure_layer(layer_type, optimized=False, **REAL)
+    layer = pure_layer(layer_type, **REAL)
     output, gradients = layer.vjp(params, x, None, cotangent)
     assert_close(output, theirs.detach().numpy(), np.float32)
     want, want_gradients = reference.vjp(params, x, None, cotangent)
@@ -78,7 +76,7 @@ def test_parity(layer_type, length, pure_layer, compiled_reference, problem):
     assert_gradients_close(their_gradients, expected, np.float32)
 
 
-def test_parity_at_flash_head_sizes(pure_layer, compiled_reference):
+def test_parity_at_flash_head_sizes():
     """64 heads of 512, groups, latents and indexer as in Flash; only the model width is cut."""
     changes = {field.name: getattr(FLASH, field.name) for field in dataclasses.fields(FLASH)}
     changes |= {"hidden_size": 512, "index_topk": 16, "layer_types": (LayerType.CSA,)}
@@ -88,12 +86,12 @@ def test_parity_at_flash_head_sizes(pure_layer, compiled_reference):
     x = random_hidden(clear_seed(reference, lambda seed: (params, random_hidden(seed, 1, length, 512))), 1, length, 512)
     with torch.no_grad():
         theirs = peers.peer_of_params(config, LayerType.CSA, params)(torch.tensor(x)).numpy()
-    ours = pure_layer(LayerType.CSA, optimized=False, **changes).forward(params, jnp.asarray(x))
+    ours = pure_layer(LayerType.CSA, **changes).forward(params, jnp.asarray(x))
     assert_close(ours, theirs, np.float32)
 
 
-@pytest.mark.parametrize("layer_type", LAYER_TYPES)
-def test_a_prompt_and_40_tokens_through_both_caches(layer_type, compiled_reference, problem):
+@every_layer_type
+def test_a_prompt_and_40_tokens_through_both_caches(layer_type):
     prompt, length = 230, 270  # a window of 128 is completed on the way
 
     def make(seed):
@@ -103,8 +101,7 @@ def test_a_prompt_and_40_tokens_through_both_caches(layer_type, compiled_referen
     peer = peers.peer_of_params(SMALL, layer_type, params)
     with torch.no_grad():
         theirs = decode(peer, torch.tensor(x), prompt).numpy()
-    layer = CompressedAttention(SMALL, layer_type=layer_type, rngs=nnx.Rngs(0))
-    set_params(layer, params)
+    layer = build(layer_type, params, SMALL)
     out, cache = jax.jit(layer.prefill)(layer.init_cache(1, length), jnp.asarray(x[:, :prompt]))
     step, outputs = jax.jit(layer.decode, donate_argnums=0), [out]
     for t in range(prompt, length):

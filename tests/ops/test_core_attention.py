@@ -19,8 +19,10 @@ from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.reference import reference_visibility
 from tests.support import core_attention as support
 from tests.support.core_attention import IMPLEMENTATIONS, NAMES, assert_same, both_ways
+from tests.support.documents import documents_in
 from tests.support.programs import equations
 
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 B, S, H, D, W, M, K = 2, 19, 5, 8, 4, 3, 3
 C = S // M
 PACKED = np.array([[0] * 2 + [1] * 10 + [2] * 2 + [1] * 5, [5] * 18 + [0]], np.int32)
@@ -28,30 +30,17 @@ FULL = np.ones((B, S), np.int32)
 
 
 def seen_in(segment_ids: np.ndarray) -> Visibility:
-    return Visibility(Documents.from_segment_ids(segment_ids), W, M)
+    return Visibility(documents_in(segment_ids), W, M)
 
 
-def problem(seed: int, dtype: Any = np.float32) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(seed)
-    q, kv, entries, sinks = (rng.normal(size=shape) for shape in ((B, S, H, D), (B, S, D), (B, C, D), (H,)))
-    return (
-        (2 * q).astype(dtype),
-        kv.astype(dtype),
-        entries.astype(dtype),
-        sinks.astype(np.promote_types(dtype, np.float32)),
-    )
+def problem(seed: int, dtype: Any = np.float32):
+    """q, kv, entries and sinks, and the cotangents of output and log-sum-exp."""
+    return support.operands(np.random.default_rng(seed), B, S, H, D, C, dtype)
 
 
 def some_indices(seed: int) -> np.ndarray:
     """In any order, with duplicates, with none, out of range and not visible."""
     return np.random.default_rng([seed, 1]).integers(-2, C + 2, (B, S, K)).astype(np.int32)
-
-
-def unit_cotangents(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the output and of the log-sum-exp, of length 1 each."""
-    rng = np.random.default_rng([seed, 2])
-    both = rng.normal(size=(B, S, H, D)), rng.normal(size=(B, S, H))
-    return both[0] / np.linalg.norm(both[0]), both[1] / np.linalg.norm(both[1])
 
 
 attend = jax.jit(both_ways, static_argnames=("scale", "implementation"))
@@ -68,15 +57,14 @@ def expectation(args, segment_ids: np.ndarray, indices: np.ndarray | None, cotan
 # ------------------------------------------------------------------------------------------------------------- parity
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize("cotangent", ["out", "lse", "both"])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("ids", [PACKED, FULL], ids=["packed", "full"])
 def test_outputs_and_gradients_match_the_reference(ids, indexed, with_sinks, cotangent, implementation):
-    args, indices = problem(1), some_indices(1) if indexed else None
+    (args, (of_out, of_lse)), indices = problem(1), some_indices(1) if indexed else None
     args = args if with_sinks else (*args[:3], None)
-    of_out, of_lse = unit_cotangents(1)
     cotangents = (of_out * (cotangent != "lse"), of_lse * (cotangent != "out"))
     actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
     expected = expectation(args, ids, indices, cotangents)
@@ -85,16 +73,16 @@ def test_outputs_and_gradients_match_the_reference(ids, indexed, with_sinks, cot
     assert reached == set(NAMES) - ({"sinks"} if cotangent == "lse" or not with_sinks else set())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([1, 2, 3, 7, 19]), indexed=st.booleans())
 def test_any_packed_rows_match_the_reference(implementation, seed, longest, indexed):
-    ids, args = random_segment_ids(seed, B, S, max_document=longest), problem(seed)
-    indices, cotangents = some_indices(seed) if indexed else None, unit_cotangents(seed)
+    ids, indices = random_segment_ids(seed, B, S, max_document=longest), some_indices(seed) if indexed else None
+    args, cotangents = problem(seed)
     actual = attend(args, seen_in(ids), indices, cotangents, implementation=implementation)
     assert_same(actual, expectation(args, ids, indices, cotangents))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize(
     "documents",
     [Documents.unpacked(B, S), Documents.from_lengths(np.array([S, 11], np.int32), S)],
@@ -102,21 +90,21 @@ def test_any_packed_rows_match_the_reference(implementation, seed, longest, inde
 )
 def test_static_facts_about_documents_change_nothing(documents, implementation):
     """A backend may go another way where documents are known to be aligned or not to be packed."""
-    args, indices, cotangents = problem(2), some_indices(2), unit_cotangents(2)
+    (args, cotangents), indices = problem(2), some_indices(2)
     ids = np.where(documents.is_padding, 0, 1)
     actual = attend(args, Visibility(documents, W, M), indices, cotangents, implementation=implementation)
     assert_same(actual, expectation(args, ids, indices, cotangents))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_without_entries_there_is_the_window_alone(implementation):
     """A layer without a compressor, and a row shorter than a window of one that has it."""
-    (q, kv, _, sinks), cotangents = problem(3), unit_cotangents(3)
+    (q, kv, _, sinks), cotangents = problem(3)
     nothing = np.zeros((B, 0, D), np.float32)
     none_selected = np.full((B, S, 1), -1, np.int32)
     expected, gradients = expectation((q, kv, np.zeros((B, C, D)), sinks), PACKED, none_selected, cotangents)
     for ratio, entries, indices in ((0, None, None), (S + 1, None, none_selected), (S + 1, nothing, None)):
-        visibility = Visibility(Documents.from_segment_ids(PACKED), W, ratio)
+        visibility = Visibility(seen_in(PACKED).documents, W, ratio)
         args = (q, kv, entries, sinks)
         actual, actual_gradients = attend(args, visibility, indices, cotangents, implementation=implementation)
         absent = actual_gradients.pop("entries")
@@ -125,10 +113,10 @@ def test_without_entries_there_is_the_window_alone(implementation):
         assert_same((actual, actual_gradients), (expected, wanted))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize("scale", [0.0, 0.6])
 def test_scale_is_of_the_logits_and_not_of_the_sink(scale, implementation):
-    args, cotangents = problem(4), unit_cotangents(4)
+    args, cotangents = problem(4)
     actual = attend(args, seen_in(PACKED), None, cotangents, scale=scale, implementation=implementation)
     assert_same(actual, expectation(args, PACKED, None, cotangents, scale=float(scale)))
 
@@ -150,9 +138,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_answer_is_told_from_the_right_one(mistake):
-    args, indices, cotangents = problem(5), some_indices(5), unit_cotangents(5)
+    (args, cotangents), indices = problem(5), some_indices(5)
     expected = expectation(args, PACKED, indices, cotangents)
-    wrong = attend(*MISTAKES[mistake](args, seen_in(PACKED), indices), cotangents)
+    wrong = attend(*MISTAKES[mistake](args, seen_in(PACKED), indices), cotangents, implementation="dense")
     with pytest.raises(AssertionError, match="elements differ"):
         assert_close(wrong[0][0], expected[0][0], np.float32)
     with pytest.raises(AssertionError, match="gradient"):
@@ -162,10 +150,9 @@ def test_a_wrong_answer_is_told_from_the_right_one(mistake):
 # ------------------------------------------------------------------------------------------------------------- dtypes
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_bfloat16_inputs_are_computed_in_float32(implementation):
-    args, indices, cotangents = problem(6, jnp.bfloat16), some_indices(6), unit_cotangents(6)
-    cotangents = (cotangents[0].astype(jnp.bfloat16), cotangents[1].astype(np.float32))
+    (args, cotangents), indices = problem(6, jnp.bfloat16), some_indices(6)
     (out, lse), gradients = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == jnp.float32
@@ -177,17 +164,17 @@ def test_bfloat16_inputs_are_computed_in_float32(implementation):
     assert_gradients_close(gradients, expected_gradients, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_float64_inputs_are_computed_in_float64(implementation):
     with jax.enable_x64(True):
-        args = problem(7, np.float64)
-        indices, cotangents = some_indices(7), unit_cotangents(7)
+        indices, wide = some_indices(7), jax.tree.map(lambda a: a.astype(np.float64), problem(7, np.float64))
+        args, cotangents = wide
         actual = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
         assert {a.dtype for a in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
         assert_same(actual, expectation(args, PACKED, indices, cotangents), np.float64, np.float64)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_gradients_are_those_of_finite_differences(implementation):
     ids = np.array([[0, 1, 1, 1, 2, 2, 2]], np.int32)
     indices = jnp.asarray([[[-1, 9]] * 3 + [[0, 0]] * 2 + [[2, -1]] * 2], jnp.int32)
@@ -209,13 +196,13 @@ def test_gradients_are_those_of_finite_differences(implementation):
 # ------------------------------------------------------------------------------------------------------------ algebra
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_results_over_disjoint_keys_merge_by_their_log_sum_exps(implementation):
     """Window and entries apart, then together: the joint result, and the joint gradients.
 
     What the entries alone give: one more dim puts a logit of -1e4 on every raw key, whose weight is then zero.
     """
-    (q, kv, entries, _), cotangents, visibility = problem(9), unit_cotangents(9), seen_in(PACKED)
+    ((q, kv, entries, _), cotangents), visibility = problem(9), seen_in(PACKED)
 
     def with_dim(x, value):
         return jnp.concatenate([x, jnp.full((*x.shape[:-1], 1), value, x.dtype)], axis=-1)
@@ -239,12 +226,11 @@ def test_results_over_disjoint_keys_merge_by_their_log_sum_exps(implementation):
     assert_same(actual, (expected, {name: expected_gradients[name] for name in NAMES[:3]}))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_order_of_the_batch_does_not_matter_to_the_bit(implementation):
     # Four heads: with five, XLA computes the last elements of a loop by scalar code that rounds unlike its vectors.
-    q, kv, entries, sinks = problem(10)
-    indices, cotangents = some_indices(10), [c[:, :, :4] for c in unit_cotangents(10)]
-    args = [q[:, :, :4], kv, entries, sinks[:4]]
+    ((q, kv, entries, sinks), cotangents), indices = problem(10), some_indices(10)
+    args, cotangents = [q[:, :, :4], kv, entries, sinks[:4]], [c[:, :, :4] for c in cotangents]
     results, gradients = attend(args, seen_in(PACKED), indices, cotangents, implementation=implementation)
     flipped = [a[::-1] for a in args[:3]] + [args[3]]
     other, other_gradients = attend(
@@ -256,9 +242,9 @@ def test_order_of_the_batch_does_not_matter_to_the_bit(implementation):
         np.testing.assert_array_equal(gradients[name], other_gradients[name][::-1], err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_vmap_over_one_more_axis(implementation):
-    many, ids = [problem(seed) for seed in (11, 12, 13)], np.stack([PACKED, FULL, PACKED[::-1]])
+    many, ids = [problem(seed)[0] for seed in (11, 12, 13)], np.stack([PACKED, FULL, PACKED[::-1]])
     stacked, indices = [np.stack(a) for a in zip(*many, strict=True)], np.stack([some_indices(s) for s in (11, 12, 13)])
 
     def run(q, kv, entries, sinks, ids, indices):
@@ -274,9 +260,9 @@ def test_vmap_over_one_more_axis(implementation):
 
 
 def test_without_the_log_sum_exp_the_output_is_the_same():
-    (q, kv, entries, sinks), indices, cotangents = problem(14), some_indices(14), unit_cotangents(14)
-    (expected, _), _ = attend((q, kv, entries, sinks), seen_in(PACKED), indices, cotangents)
-    actual = jax.jit(core_attention)(q, kv, entries, visibility=seen_in(PACKED), indices=indices, sinks=sinks)
+    (args, cotangents), indices = problem(14), some_indices(14)
+    (expected, _), _ = attend(args, seen_in(PACKED), indices, cotangents, implementation="chunked")
+    actual = jax.jit(core_attention)(*args[:3], visibility=seen_in(PACKED), indices=indices, sinks=args[3])
     assert_close(actual, expected, np.float32)
 
 
@@ -290,45 +276,46 @@ def test_documents_and_indices_are_data():
 
     run = jax.jit(run)
     for seed, ids in enumerate((PACKED, FULL, np.zeros_like(FULL))):
-        run(problem(seed), seen_in(ids), some_indices(seed))
+        run(problem(seed)[0], seen_in(ids), some_indices(seed))
     assert len(traces) == 1
 
 
 # ----------------------------------------------------------------------------------------- one head of keys and values
 
 
+# What passes arrays on to steps of its own, or puts a tile in its place.
+_PASSING_ON = {
+    "dot_general",
+    "jit",
+    "pjit",
+    "custom_vjp_call",
+    "custom_jvp_call",
+    "scan",
+    "while",
+    "dynamic_update_slice",
+}
+
+
 def repeats_keys(function, *args) -> bool:
     """Whether some step turns an array of key vectors [..., D] into one of at least H times as many elements."""
     for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
-        if equation.primitive.name in (
-            "dot_general",
-            "jit",
-            "pjit",
-            "custom_vjp_call",
-            "custom_jvp_call",
-            "scan",
-            "while",
-            "dynamic_update_slice",  # puts a tile in its place
-        ):
-            continue
-        if (
-            equation.primitive.name in ("scatter-add", "scatter_add")
-            and len(getattr(equation.outvars[0].aval, "shape", ())) == 3
-        ):
-            continue  # adds rows [K, D] in their places in [B, C, D], which has no axis for heads
-        arrays = [
+        name = equation.primitive.name
+        read, made = (
             [v.aval for v in side if isinstance(v.aval, jax.core.ShapedArray)]
             for side in (equation.invars, equation.outvars)
-        ]
-        keys = [a for a in arrays[0] if a.ndim >= 2 and a.shape[-1] == D and jnp.issubdtype(a.dtype, jnp.floating)]
-        if any(out.size >= H * a.size for a in keys for out in arrays[1]):
+        )
+        # Adding rows [K, D] in their places in [B, C, D] repeats none: that has no axis for heads.
+        if name in _PASSING_ON or (name in ("scatter-add", "scatter_add") and made[0].ndim == 3):
+            continue
+        keys = [a for a in read if a.ndim >= 2 and a.shape[-1] == D and jnp.issubdtype(a.dtype, jnp.floating)]
+        if any(out.size >= H * a.size for a in keys for out in made):
             return True
     return False
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_the_shared_keys_are_never_repeated_for_the_heads(implementation):
-    args, indices, cotangents = problem(15), some_indices(15), unit_cotangents(15)
+    (args, cotangents), indices = problem(15), some_indices(15)
     both_ways = functools.partial(attend, implementation=implementation)
     assert not repeats_keys(both_ways, args, seen_in(PACKED), indices, cotangents)
 

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 
 from foveal.backends import registry
@@ -65,9 +64,8 @@ class Tripwire(Backend):
 
 
 @pytest.fixture
-def as_users_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_users_call(monkeypatch: pytest.MonkeyPatch, unchecked_annotations: None) -> None:
     """Without the test suite's type checker, which would speak first; and with a backend that must not be reached."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(registry, "_PREFERENCE", (Tripwire(),))
 
 
@@ -82,17 +80,22 @@ def call(*, jitted: bool, function=core_attention, visibility=VISIBILITY, shapes
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize(("name", "shapes"), BAD_SHAPES)
-def test_shapes_that_do_not_fit_are_refused_by_name(as_users_call, name, shapes, jitted):
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        *((name, {"shapes": shapes}) for name, shapes in BAD_SHAPES),
+        *((name, {"dtypes": dtypes}) for name, dtypes in BAD_DTYPES),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name(as_users_call, name, changed, jitted):
     with pytest.raises(ValueError, match=f"^{name}: expected .*got "):
-        call(shapes=shapes, jitted=jitted)
+        call(jitted=jitted, **changed)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize(("name", "dtypes"), BAD_DTYPES)
-def test_dtypes_that_do_not_fit_are_refused_by_name(as_users_call, name, dtypes, jitted):
-    with pytest.raises(ValueError, match=f"^{name}: expected .*got "):
-        call(dtypes=dtypes, jitted=jitted)
+def test_entries_for_a_layer_without_are_refused(as_users_call, jitted):
+    with pytest.raises(ValueError, match=r"^entries: expected .*got float32 of shape"):
+        call(visibility=Visibility(VISIBILITY.documents, W, 0), jitted=jitted)
 
 
 @pytest.mark.parametrize("function", [core_attention, explain])
@@ -102,17 +105,7 @@ def test_a_scale_that_is_no_finite_number_is_refused(as_users_call, scale, funct
         call(scale=scale, jitted=False, function=function)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_entries_for_a_layer_without_are_refused(as_users_call, jitted):
-    with pytest.raises(ValueError, match=r"^entries: expected .*got float32 of shape"):
-        call(visibility=Visibility(VISIBILITY.documents, W, 0), jitted=jitted)
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_an_unknown_implementation_is_told_the_known_ones(monkeypatch, jitted):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    for function in (core_attention, explain):
-        if jitted and function is explain:
-            continue
-        with pytest.raises(ValueError, match=r"^implementation: expected .*dense.*got 'splish'"):
-            call(implementation="splish", function=function, jitted=jitted)
+@pytest.mark.parametrize(("function", "jitted"), [(core_attention, False), (core_attention, True), (explain, False)])
+def test_an_unknown_implementation_is_told_the_known_ones(unchecked_annotations, function, jitted):
+    with pytest.raises(ValueError, match=r"^implementation: expected .*dense.*got 'splish'"):
+        call(implementation="splish", function=function, jitted=jitted)

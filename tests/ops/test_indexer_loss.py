@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +18,7 @@ from foveal.ops import IndexerLoss, core_attention, indexer_loss, select_entries
 from foveal.testing.generators import random_segment_ids
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.reference import reference_visibility
+from tests.support.documents import documents_in
 from tests.support.programs import array_sizes
 
 loss_module = importlib.import_module("foveal.ops.indexer_loss")  # the package has its function by that name
@@ -107,21 +107,31 @@ def able_entries(segment_ids, indices) -> np.ndarray:
     return able[:, :, :C]
 
 
-@pytest.mark.parametrize("denominator", ["all", "entries"])
-@pytest.mark.parametrize("top_k", [None, 5, 100])
-@pytest.mark.parametrize("ids", ["unpacked", "packed"])
-def test_value_and_gradients_match_float64(ids, top_k, denominator):
-    segment_ids = PACKED if ids == "packed" else FULL
-    arrays = problem(1)
-    (total, (count, indices)), gradients = both_ways(arrays, segment_ids, top_k, denominator)
+def assert_as_by_hand(found, arrays, segment_ids, denominator: str = "all", dtype: Any = np.float32, atol=0.0) -> int:
+    """Hold value, count and gradients that `both_ways` gave against float64; the number of queries that count."""
+    (total, (count, indices)), gradients = found
     window = reference_visibility(segment_ids, W, M)[0]
     expected = by_hand(arrays, window, able_entries(segment_ids, indices), denominator)
-    assert expected[1] > B * S / 2
-    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
+    assert total.dtype == jnp.float32
+    if dtype == jnp.bfloat16:
+        assert_close(np.array([total]), np.array(expected[:1]), dtype)
+    else:
+        np.testing.assert_allclose(total, expected[0], rtol=1e-5, atol=atol)
     assert count == expected[1]
-    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
+    assert {gradients[name].dtype for name in STUDENT} == {np.dtype(dtype)}
+    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], dtype)
     for name in TEACHER:
         np.testing.assert_array_equal(gradients[name], 0.0, err_msg=name)
+    return expected[1]
+
+
+@pytest.mark.parametrize("denominator", ["all", "entries"])
+@pytest.mark.parametrize("top_k", [None, 5, 100])
+@pytest.mark.parametrize("segment_ids", [FULL, PACKED], ids=["unpacked", "packed"])
+def test_value_and_gradients_match_float64(segment_ids, top_k, denominator):
+    arrays = problem(1)
+    found = both_ways(arrays, segment_ids, top_k, denominator)
+    assert assert_as_by_hand(found, arrays, segment_ids, denominator) > B * S / 2
 
 
 @pytest.mark.parametrize("top_k", [None, 5])
@@ -129,12 +139,7 @@ def test_value_and_gradients_match_float64(ids, top_k, denominator):
 @given(seed=st.integers(0, 1 << 30), longest=st.sampled_from([3, 9, 40, 150]))
 def test_packed_rows_of_any_documents_match_float64(top_k, seed, longest):
     segment_ids, arrays = random_segment_ids(seed, B, S, max_document=longest), problem(seed)
-    (total, (count, indices)), gradients = both_ways(arrays, segment_ids, top_k, "all")
-    window = reference_visibility(segment_ids, W, M)[0]
-    expected = by_hand(arrays, window, able_entries(segment_ids, indices), "all")
-    np.testing.assert_allclose(total, expected[0], rtol=1e-5, atol=1e-6)
-    assert count == expected[1]
-    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
+    assert_as_by_hand(both_ways(arrays, segment_ids, top_k, "all"), arrays, segment_ids, atol=1e-6)
 
 
 @pytest.mark.parametrize("denominator", ["all", "entries"])
@@ -142,14 +147,14 @@ def test_packed_rows_of_any_documents_match_float64(top_k, seed, longest):
 def test_blocks_change_nothing(top_k, denominator, monkeypatch):
     """Of 7 queries and 5 entries, the last of which begin within those before."""
     arrays, plan_of = problem(2), loss_module.LossPlan.for_shapes
-    run = functools.partial(loss_of, segment_ids=PACKED, top_k=top_k, denominator=denominator)
-    (want, (want_count, _)), expected = jax.jit(jax.value_and_grad(run, has_aux=True))(arrays)
+    (want, (want_count, _)), expected = both_ways(arrays, PACKED, top_k, denominator)
 
     def small(*args):
         return dataclasses.replace(plan_of(*args), queries=7, entries=5)
 
     monkeypatch.setattr(loss_module.LossPlan, "for_shapes", small)
-    (total, (count, _)), gradients = jax.jit(jax.value_and_grad(lambda a: run(a), has_aux=True))(arrays)
+    run = functools.partial(loss_of, segment_ids=PACKED, top_k=top_k, denominator=denominator)
+    (total, (count, _)), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(arrays)
     np.testing.assert_allclose(total, want, rtol=1e-5)
     assert count == want_count
     assert_gradients_close(gradients, expected, np.float32)
@@ -158,16 +163,13 @@ def test_blocks_change_nothing(top_k, denominator, monkeypatch):
 def test_sinks_of_any_size():
     """+inf leaves a head nothing to teach, and all of them no query; -inf and none are the same."""
     arrays = problem(3)
-    window, entries = reference_visibility(FULL, W, M)
     (none, _), _ = both_ways({k: v for k, v in arrays.items() if k != "sinks"}, FULL, None, "all")
     (no_sink, _), _ = both_ways(arrays | {"sinks": np.full(H, -np.inf, np.float32)}, FULL, None, "all")
     np.testing.assert_allclose(none, no_sink, rtol=1e-6)
     one_off = arrays | {"sinks": np.array([0.5, np.inf, -1.0], np.float32)}
-    (total, (count, _)), gradients = both_ways(one_off, FULL, None, "all")
+    found = both_ways(one_off, FULL, None, "all")
     rest = one_off | {"q": np.delete(one_off["q"], 1, axis=2), "sinks": np.delete(one_off["sinks"], 1)}
-    expected = by_hand(rest, window, entries, "all")
-    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
-    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], np.float32)
+    assert_as_by_hand(found, rest, FULL)
     (total, (count, _)), gradients = both_ways(arrays | {"sinks": np.full(H, np.inf, np.float32)}, FULL, None, "all")
     assert (total, count) == (0.0, 0.0)
     assert not any(np.any(gradients[name]) for name in STUDENT)
@@ -235,32 +237,33 @@ def test_a_teacher_that_is_not_a_number_shows(top_k):
         assert np.isnan(both_ways(arrays | broken, FULL, top_k, "all")[0][0])
 
 
+@jax.jit
+def loss_of_indices(arrays, indices):
+    """Total and count, and the gradients of the student, where the log-sum-exps are zeros."""
+    teacher = {name: arrays[name] for name in TEACHER if name != "kv"} | {"lse": jnp.zeros((B, S, H), jnp.float32)}
+    visibility = Visibility(Documents.from_segment_ids(PACKED), W, M)
+
+    def total(student):
+        found = indexer_loss(*student, **teacher, visibility=visibility, indices=indices)
+        return found.total, found.count
+
+    return jax.value_and_grad(total, has_aux=True)([arrays[name] for name in STUDENT])
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int64])
 def test_indices_are_a_set_of_slots_that_a_query_sees(dtype):
     """Out of range, invisible and -1 are ignored, and a duplicate counts once, as in core attention."""
-    arrays = jax.tree.map(jnp.asarray, problem(14))
-    student = [arrays.pop(name) for name in STUDENT]
-    del arrays["kv"]
-    visibility = Visibility(Documents.from_segment_ids(PACKED), W, M)
-    lse = jnp.zeros((B, S, H), jnp.float32)
+    visibility = Visibility(documents_in(PACKED), W, M)
     first, end = (np.asarray(bound)[:, :, None] for bound in visibility.entry_range)
-
-    @jax.jit
-    def loss(student, indices):
-        def total(*student):
-            found = indexer_loss(*student, **arrays, lse=lse, visibility=visibility, indices=indices)
-            return found.total, found.count
-
-        return jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)(*student)
 
     def with_others(*others):
         slots = [np.where(first < end, first, -1), np.where(end - first > 1, end - 1, -1)]
         return np.concatenate([*slots, *(np.broadcast_to(other, first.shape) for other in others)], axis=2)
 
     largest = np.iinfo(dtype).max
-    expected = loss(student, with_others(-1, -1, -1, -1, -1).astype(np.int32))
+    expected = loss_of_indices(problem(14), with_others(-1, -1, -1, -1, -1).astype(np.int32))
     with jax.enable_x64(True):
-        got = loss(student, with_others(C, end, first, -2, min(largest, 1 << 32)).astype(dtype))
+        got = loss_of_indices(problem(14), with_others(C, end, first, -2, min(largest, 1 << 32)).astype(dtype))
     assert float(expected[0][1]) > B * S / 2
     assert np.isfinite(got[0][0])
     np.testing.assert_allclose(got[0][0], expected[0][0], rtol=1e-6)
@@ -268,7 +271,6 @@ def test_indices_are_a_set_of_slots_that_a_query_sees(dtype):
     assert_gradients_close(got[1], expected[1], np.float32)
 
 
-@pytest.mark.slow
 def test_packed_documents_are_those_alone():
     arrays = problem(6)
     ids = np.repeat([[1, 2, 3]] * B, [61, 49, 40], axis=1)
@@ -280,7 +282,7 @@ def test_packed_documents_are_those_alone():
         part = {"sinks": arrays["sinks"]}
         for name in (*STUDENT, *TEACHER[:3]):
             part[name] = arrays[name][:, slots if name in ("index_keys", "entries") else slice(start, stop)]
-        parts.append(loss_of(part, np.ones((B, stop - start), np.int32)))
+        parts.append(jax.jit(loss_of)(part, np.ones((B, stop - start), np.int32)))
     np.testing.assert_allclose(total, sum(float(p[0]) for p in parts), rtol=1e-5)
     assert count == sum(float(p[1][0]) for p in parts)
 
@@ -288,24 +290,17 @@ def test_packed_documents_are_those_alone():
 def test_bfloat16():
     arrays = {name: jnp.asarray(a, jnp.bfloat16) for name, a in problem(7).items()}
     rounded = {name: np.asarray(a, np.float32) for name, a in arrays.items()}
-    (total, (_, indices)), gradients = both_ways(arrays, PACKED, 5, "all")
-    window = reference_visibility(PACKED, W, M)[0]
-    expected = by_hand(rounded, window, able_entries(PACKED, indices), "all")
-    assert total.dtype == jnp.float32
-    assert_close(np.array([total]), np.array(expected[:1]), jnp.bfloat16)
-    assert {name: gradients[name].dtype for name in STUDENT} == dict.fromkeys(STUDENT, jnp.bfloat16)
-    assert_gradients_close({name: gradients[name] for name in STUDENT}, expected[2], jnp.bfloat16)
+    assert_as_by_hand(both_ways(arrays, PACKED, 5, "all"), rounded, PACKED, dtype=jnp.bfloat16)
 
 
-@pytest.mark.slow
 def test_a_sum_that_is_scaled_scales_its_gradients():
-    arrays = problem(8)
-
-    def loss(arrays, factor):
+    @jax.jit
+    @jax.grad
+    def gradients(arrays, factor):
         total, (count, _) = loss_of(arrays, FULL, 5)
         return factor * IndexerLoss(total, count).mean
 
-    once, thrice = (jax.grad(loss)(arrays, factor) for factor in (1.0, 3.0))
+    once, thrice = (gradients(problem(8), factor) for factor in (1.0, 3.0))
     for name in STUDENT:
         assert np.any(once[name])
         np.testing.assert_allclose(thrice[name], 3 * once[name], rtol=1e-5, atol=1e-8)
@@ -313,7 +308,7 @@ def test_a_sum_that_is_scaled_scales_its_gradients():
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_rows_too_short_for_an_entry(length):
-    total, (count, _) = loss_of(problem(9, length), np.ones((B, length), np.int32))
+    total, (count, _) = jax.jit(loss_of)(problem(9, length), np.ones((B, length), np.int32))
     assert (total, count) == (0.0, 0.0)
     assert IndexerLoss(total, count).mean == 0.0
 
@@ -345,28 +340,25 @@ def test_no_array_has_queries_times_entries(top_k):
 
 
 @pytest.mark.parametrize(
-    ("changed", "complaint"),
+    ("name", "wrong"),
     [
-        ({"denominator": "window"}, 'denominator: expected "all" or "entries"'),
-        ({"index_keys": np.zeros((B, C + 1, J), np.float32)}, "index_keys: expected floats"),
-        ({"index_weights": np.zeros((B, S, I + 1), np.float32)}, "index_weights: expected floats"),
-        ({"entries": np.zeros((B, C, D + 1), np.float32)}, "entries: expected floats"),
-        ({"lse": np.zeros((B, S), np.float32)}, "lse: expected floats"),
-        ({"sinks": np.zeros(H + 1, np.float32)}, "sinks: expected floats"),
-        ({"q": np.zeros((B, S + 1, H, D), np.float32)}, "q: expected"),
-        ({"index_q": np.zeros((B, S, J), np.float32)}, "index_q: expected"),
-        ({"indices": np.zeros((B, S + 1, 3), np.int32)}, "indices: expected"),
-        ({"indices": np.zeros((B, S, 3), np.float32)}, "indices: expected integers"),
+        ("index_keys", jnp.zeros((B, C + 1, J))),
+        ("index_weights", jnp.zeros((B, S, I + 1))),
+        ("entries", jnp.zeros((B, C, D + 1))),
+        ("lse", jnp.zeros((B, S))),
+        ("sinks", jnp.zeros(H + 1)),
+        ("q", jnp.zeros((B, S + 1, H, D))),
+        ("index_q", jnp.zeros((B, S, J))),
+        ("indices", jnp.zeros((B, S + 1, 3), jnp.int32)),
+        ("indices", jnp.zeros((B, S, 3))),
+        ("denominator", "window"),
     ],
 )
-def test_mistakes_are_named(changed, complaint, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    arrays = problem(10)
+def test_mistakes_are_named(name, wrong, unchecked_annotations):
+    arrays: dict[str, Any] = jax.tree.map(jnp.asarray, problem(10))
     del arrays["kv"]
-    arrays |= {"lse": np.zeros((B, S, H), np.float32), "indices": None}
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    arrays |= {"visibility": Visibility(Documents.unpacked(B, S), W, M)}
-    arrays |= {name: value if isinstance(value, str) else jnp.asarray(value) for name, value in changed.items()}
+    arrays |= {"lse": jnp.zeros((B, S, H)), "visibility": Visibility(Documents.unpacked(B, S), W, M), name: wrong}
     student = [arrays.pop(name) for name in STUDENT]
-    with pytest.raises(ValueError, match=complaint):
+    kind = {"indices": "integers", "denominator": '"all" or "entries"'}.get(name, "floats")
+    with pytest.raises(ValueError, match=f"^{name}: expected {kind}"):
         indexer_loss(*student, **arrays)

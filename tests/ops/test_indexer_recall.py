@@ -1,12 +1,12 @@
 """The indexer's recall against a count by hand, in float64, query by query."""
 
+import functools
 import importlib
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -64,12 +64,19 @@ def best_by_hand(arrays, window: np.ndarray, able: np.ndarray, top_k: int) -> di
     return best
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def recall_in_blocks(arrays, ids, indices, elements):
+    """As `recall`, traced with other blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall_module, "_ELEMENTS", elements)
+        return recall_of(arrays, ids, indices)
+
+
 @pytest.mark.parametrize("ids", [np.ones((B, S), np.int32), PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("top_k", [1, 7])
 @pytest.mark.parametrize("elements", [1 << 22, 1 << 12], ids=["one block", "blocks"])
-def test_it_counts_what_a_count_by_hand_counts(ids, top_k, elements, monkeypatch):
-    monkeypatch.setattr(recall_module, "_ELEMENTS", elements)
-    recall = jax.jit(lambda *args: recall_of(*args))  # its own: the module's has been compiled with other blocks
+def test_it_counts_what_a_count_by_hand_counts(ids, top_k, elements):
+    recall = functools.partial(recall_in_blocks, elements=elements)
     arrays = problem(top_k)
     window, able = reference_visibility(ids, W, M)
     indices = choice(5, able, top_k)
@@ -125,22 +132,26 @@ def test_without_a_choice_nothing_is_missed(top_k):
 def test_rows_without_an_entry_have_no_choice(rows):
     q, entries, lse = (jnp.zeros(shape) for shape in ((B, rows, H, D), (B, rows // M, D), (B, rows, H)))
     visibility = Visibility(Documents.unpacked(B, rows), W, M)
-    found = indexer_recall(jnp.full((B, rows, 4), -1), q=q, entries=entries, lse=lse, sinks=None, visibility=visibility)
+    run = jax.jit(functools.partial(indexer_recall, visibility=visibility))
+    found = run(jnp.full((B, rows, 4), -1), q=q, entries=entries, lse=lse, sinks=None)
     assert float(found.count) == 0.0
 
 
-@pytest.mark.parametrize("name", ["indices", "q", "entries", "lse", "sinks", "integers"])
-def test_shapes_that_do_not_fit_are_named(name, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("indices", jnp.zeros((B, S - 1, 3), jnp.int32)),
+        ("indices", jnp.zeros((B, S, 3))),
+        ("q", jnp.zeros((B, S - 1, H, D))),
+        ("entries", jnp.zeros((B, C - 1, D))),
+        ("lse", jnp.zeros((B, S - 1, H))),
+        ("sinks", jnp.zeros(9)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(name, wrong, unchecked_annotations):
     arguments: dict[str, Any] = {
         "indices": jnp.zeros((B, S, 3), jnp.int32), "q": jnp.zeros((B, S, H, D)), "entries": jnp.zeros((B, C, D)),
         "lse": jnp.zeros((B, S, H)), "sinks": jnp.zeros(H),
     }  # fmt: skip
-    if name == "integers":
-        arguments["indices"] = jnp.zeros((B, S, 3))
-        name = "indices"
-    else:
-        arguments[name] = jnp.zeros(9) if name == "sinks" else arguments[name][:, :-1]
-    visibility = Visibility(Documents.unpacked(B, S), W, M)
     with pytest.raises(ValueError, match=f"^{name}: expected"):
-        indexer_recall(**arguments, visibility=visibility)
+        indexer_recall(**arguments | {name: wrong}, visibility=Visibility(Documents.unpacked(B, S), W, M))

@@ -14,11 +14,13 @@ from foveal.geometry import Documents, TileRanges, Visibility
 from foveal.ops import indexing, select_entries
 from foveal.testing.generators import distinct_values, random_segment_ids
 from foveal.testing.reference import reference_top_k, reference_visibility
+from tests.support.documents import documents_in, each_alone
 
 B, S, I, J, M = 2, 26, 3, 4, 3  # noqa: E741
 C = S // M
 PACKED = np.array([[0] * 2 + [1] * 13 + [2] * 2 + [1] * 9, [5] * 25 + [0]], np.int32)
 FULL = np.ones((B, S), np.int32)
+SEEN, SEEN_UNPACKED = (reference_visibility(ids, 4, M)[1] for ids in (PACKED, FULL))
 
 
 def select_of(q, weights, keys, segment_ids, *, top_k: int, block_size: int | None = None):
@@ -26,7 +28,13 @@ def select_of(q, weights, keys, segment_ids, *, top_k: int, block_size: int | No
     return select_entries(q, weights, keys, visibility=visibility, top_k=top_k, block_size=block_size)
 
 
-select = jax.jit(select_of, static_argnames=("top_k", "block_size"))
+def select_of_unpacked(q, weights, keys, **options):
+    return select_entries(q, weights, keys, visibility=Visibility(Documents.unpacked(*q.shape[:2]), 4, M), **options)
+
+
+select, select_unpacked = (
+    jax.jit(function, static_argnames=("top_k", "block_size")) for function in (select_of, select_of_unpacked)
+)
 
 
 def scores_by_hand(q, weights, keys) -> np.ndarray:
@@ -36,14 +44,12 @@ def scores_by_hand(q, weights, keys) -> np.ndarray:
 
 
 def best_by_hand(scores: np.ndarray, visible: np.ndarray, top_k: int) -> np.ndarray:
-    """Row by row: a stable sort of the visible slots by descending score, NaN left out."""
-    batch, length, slots = scores.shape
-    out = np.full((batch, length, min(top_k, slots)), -1, np.int32)
-    for b, t in np.ndindex(batch, length):
-        able = [c for c in range(slots) if visible[b, t, c] and not np.isnan(scores[b, t, c])]
-        chosen = sorted(sorted(able, key=lambda c: -scores[b, t, c])[:top_k])  # sorted() is stable; 0.0 == -0.0
-        out[b, t, : len(chosen)] = chosen
-    return out
+    """A stable sort of the visible slots by descending score, NaN left out; what comes first, ascending, then -1."""
+    slots = scores.shape[-1]
+    able = visible & ~np.isnan(scores)
+    best = np.lexsort((-np.where(able, scores, 0), ~able), axis=-1)[..., :top_k]  # stable; 0.0 == -0.0
+    chosen = np.sort(np.where(np.take_along_axis(able, best, axis=-1), best, slots), axis=-1)
+    return np.where(chosen < slots, chosen, -1).astype(np.int32)
 
 
 def small_integers(seed: int, largest: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -84,22 +90,13 @@ def test_exact_choice_with_ties_everywhere(top_k, seed, packed):
 def test_any_scores_with_a_clear_order(seed):
     scores = distinct_values((B, S, C), seed)
     actual = np.asarray(select(*as_scores(scores), PACKED, top_k=3))
-    np.testing.assert_array_equal(actual, best_by_hand(scores, reference_visibility(PACKED, 4, M)[1], 3))
-
-
-def test_choices_differ_from_query_to_query():
-    """One set for a whole batch, or for a whole row, is not what is asked."""
-    actual = np.asarray(select(*as_scores(distinct_values((B, S, C), 1)), FULL, top_k=3))
-    full = actual[:, C - 1 :]
-    for b in range(B):
-        assert len(np.unique(full[b], axis=0)) > 3
-    assert (full[0] != full[1]).any()
+    np.testing.assert_array_equal(actual, best_by_hand(scores, SEEN, 3))
 
 
 def test_rows_of_zeros_take_the_lowest_slots():
     """ReLU leaves whole rows at zero, of either sign: all of them tie."""
     q, weights, keys = small_integers(0)
-    visible = reference_visibility(PACKED, 4, M)[1]
+    visible = SEEN
     expected = best_by_hand(np.zeros((B, S, C)), visible, 3)
     for sign in (1.0, -1.0, 0.0):
         silent = -np.abs(q) - 1, sign * (np.abs(weights) + 1), np.abs(keys)
@@ -107,13 +104,6 @@ def test_rows_of_zeros_take_the_lowest_slots():
     np.testing.assert_array_equal(select(q, weights, np.copysign(0.0 * keys, keys), PACKED, top_k=3), expected)
     one_head = (-np.ones((B, S, 1, J), np.float32), -np.ones((B, S, 1), np.float32), np.abs(keys))
     np.testing.assert_array_equal(select(*one_head, PACKED, top_k=3), expected)
-
-
-def test_zero_stands_between_positive_and_negative_scores():
-    """Negative weights make scores below the zero that ReLU leaves."""
-    scores = np.tile(np.array([-1.0, 0.0, 2.0, -3.0, 0.0, -0.5, 1.0, 0.0], np.float32), (B, S, 1))
-    last = np.asarray(select(*as_scores(scores), FULL, top_k=4))[0, -1]
-    np.testing.assert_array_equal(last, [1, 2, 4, 6])
 
 
 @given(data=st.data())
@@ -165,7 +155,7 @@ def test_poisoned_keys(poison):
     keys = np.broadcast_to(np.arange(1, C + 1, dtype=np.float32)[None, :, None], (B, C, 1)).copy()
     keys[:, [0, 4]] = poison
     scores = scores_by_hand(q, weights, keys)
-    visible = reference_visibility(FULL, 4, M)[1]
+    visible = SEEN_UNPACKED
     for top_k in (1, 3, 100):
         actual = np.asarray(select(q, weights, keys, FULL, top_k=top_k))
         np.testing.assert_array_equal(actual, best_by_hand(scores, visible, top_k))
@@ -184,7 +174,7 @@ def test_poisoned_queries_choose_nothing_and_disturb_nobody():
 def test_what_is_not_seen_is_never_chosen_and_never_matters():
     """The unseen hold the highest scores, then NaN, and the choice stays what it was."""
     problem = small_integers(4)
-    visible = reference_visibility(PACKED, 4, M)[1]
+    visible = SEEN
     anybody = np.logical_or.reduce(visible, axis=1)
     assert 0 < anybody.sum() < 2 * C
     clean = np.asarray(select(*problem, PACKED, top_k=3))
@@ -202,39 +192,37 @@ def test_packed_documents_choose_as_each_alone():
     q, weights, keys = small_integers(5)
     together = np.asarray(select(q, weights, keys, PACKED, top_k=2))
     for b, start, stop in ((0, 2, 15), (0, 17, 26), (1, 0, 25)):
-        first, count = start // M, (stop - start) // M
-        alone = select_entries(
-            jnp.asarray(q[b : b + 1, start:stop]),
-            jnp.asarray(weights[b : b + 1, start:stop]),
-            jnp.asarray(keys[b : b + 1, first : first + count]),
-            visibility=Visibility(Documents.unpacked(1, stop - start), 4, M),
-            top_k=2,
-        )
+        first, rows = start // M, (slice(b, b + 1), slice(start, stop))
+        slots = slice(first, first + (stop - start) // M)
+        alone = select_unpacked(q[rows], weights[rows], keys[b : b + 1, slots], top_k=2)
         np.testing.assert_array_equal(together[b, start:stop], np.where(alone >= 0, alone + first, -1)[0])
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 13, 25, 26, 27, 1000])
 def test_block_size_does_not_matter(block_size):
     problem = small_integers(6)
-    expected = best_by_hand(scores_by_hand(*problem), reference_visibility(PACKED, 4, M)[1], 3)
+    expected = best_by_hand(scores_by_hand(*problem), SEEN, 3)
     np.testing.assert_array_equal(select(*problem, PACKED, top_k=3, block_size=block_size), expected)
 
 
+@pytest.fixture(scope="module")
+def many_blocks():
+    """Documents, operands of a choice of 100 with ratio 2, and what is to be chosen."""
+    rng, shapes = np.random.default_rng(11), ((2, 2600, 3, 2), (2, 2600, 3), (2, 1300, 2))
+    ids = np.repeat([[1, 2, 0, 3], [4, 0, 5, 6]], [150, 1751, 99, 600], axis=1)
+    operands = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+    visible = each_alone(ids, 4, 2)[1]
+    assert (visible.sum(axis=-1) > 500).any()
+    return documents_in(ids), operands, best_by_hand(scores_by_hand(*operands), visible, 100)
+
+
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
-def test_many_blocks_of_entries(device, monkeypatch):
+def test_many_blocks_of_entries(many_blocks, device, monkeypatch):
     """Some queries see less than what is chosen and others more; documents begin and end within blocks of both."""
     monkeypatch.setattr(indexing, "platform", lambda: device)
-    length, ratio, top_k = 2600, 2, 100
-    rng = np.random.default_rng(11)
-    ids = np.repeat([[1, 2, 0, 3], [4, 0, 5, 6]], [150, 1751, 99, 600], axis=1)
-    q, weights, keys = (
-        rng.integers(-2, 3, shape).astype(np.float32) for shape in ((2, length, 3, 2), (2, length, 3), (2, 1300, 2))
-    )
-    visibility = Visibility(Documents.from_segment_ids(ids), 4, ratio)
-    chosen = jax.jit(lambda *a: select_entries(*a, visibility=visibility, top_k=top_k))(q, weights, keys)
-    visible = reference_visibility(ids, 4, ratio)[1]
-    assert (visible.sum(axis=-1) > 5 * top_k).any()
-    np.testing.assert_array_equal(chosen, best_by_hand(scores_by_hand(q, weights, keys), visible, top_k))
+    documents, operands, expected = many_blocks
+    run = functools.partial(select_entries, visibility=Visibility(documents, 4, 2), top_k=100)
+    np.testing.assert_array_equal(jax.jit(run)(*operands), expected)
 
 
 @pytest.mark.parametrize("poison", [np.nan, 3e38])
@@ -243,8 +231,7 @@ def test_a_score_that_is_not_a_number_is_not_chosen_where_there_is_no_choice(poi
     q, keys = np.ones((1, 8, 2, 2), np.float32), np.ones((1, 2, 2), np.float32)
     weights = np.tile(np.array([1.0, -1.0], np.float32), (1, 8, 1))
     keys[0, 1] = poison
-    visibility = Visibility(Documents.unpacked(1, 8), 4, M)
-    chosen = select_entries(jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys), visibility=visibility, top_k=2)
+    chosen = select_unpacked(q, weights, keys, top_k=2)
     np.testing.assert_array_equal(chosen[0], [[-1, -1]] * 2 + [[0, -1]] * 6)
 
 
@@ -259,17 +246,11 @@ def test_poison_among_many_heads(poison):
     q, weights, keys = (a.astype(np.float32) for a in (q, -np.abs(weights), keys))
     keys[0, 9, 5], q[1, 100, 2, 3], weights[0, 90, 1] = poison, poison, np.nan
     keys[1, 1, 7] = poison  # seen where there is no choice as well
-    visibility = Visibility(Documents.unpacked(2, length), 4, M)
-
-    def run(block_size):
-        return jax.jit(lambda *a: select_entries(*a, visibility=visibility, top_k=top_k, block_size=block_size))(
-            q, weights, keys
-        )
-
     visible = reference_visibility(np.ones((2, length), np.int32), 4, M)[1]
     expected = best_by_hand(scores_by_hand(q, weights, keys), visible, top_k)
     for block_size in (None, 1, 7):
-        np.testing.assert_array_equal(run(block_size), expected, err_msg=str(block_size))
+        chosen = select_unpacked(q, weights, keys, top_k=top_k, block_size=block_size)
+        np.testing.assert_array_equal(chosen, expected, err_msg=str(block_size))
 
 
 def test_deterministic_and_equivariant_to_the_order_of_the_batch():
@@ -291,13 +272,10 @@ def test_documents_are_data():
 
     run, problem = jax.jit(run), small_integers(8)
     for ids in (PACKED, FULL, np.zeros_like(FULL)):
-        actual = run(problem, Visibility(Documents.from_segment_ids(ids), 4, M))
+        actual = run(problem, Visibility(documents_in(ids), 4, M))
         np.testing.assert_array_equal(actual, select(*problem, ids, top_k=3))
     assert len(traces) == 1
-    unpacked = select_entries(
-        *map(jnp.asarray, problem), visibility=Visibility(Documents.unpacked(B, S), 4, M), top_k=3
-    )
-    np.testing.assert_array_equal(unpacked, select(*problem, FULL, top_k=3))
+    np.testing.assert_array_equal(select_unpacked(*problem, top_k=3), select(*problem, FULL, top_k=3))
 
 
 @pytest.mark.parametrize("where", ["in the product", "over the heads"])
@@ -309,26 +287,25 @@ def test_bfloat16_scores_are_float32(where):
     keys = np.tile(np.eye(C), (B, 1, q.shape[-1] // C))
     args = (jnp.asarray(a).astype(jnp.bfloat16) for a in (q, np.ones(q.shape[:3]), keys))
     actual = select(*args, segment_ids=FULL, top_k=3)
-    np.testing.assert_array_equal(actual, best_by_hand(scores, reference_visibility(FULL, 4, M)[1], 3))
+    np.testing.assert_array_equal(actual, best_by_hand(scores, SEEN_UNPACKED, 3))
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_no_entries_no_choice(length):
-    visibility = Visibility(Documents.unpacked(B, length), 4, M)
     args = (jnp.zeros((B, length, I, J)), jnp.zeros((B, length, I)), jnp.zeros((B, 0, J)))
-    chosen = select_entries(*args, visibility=visibility, top_k=3)
+    chosen = select_unpacked(*args, top_k=3)
     assert chosen.shape == (B, length, 0)
     assert chosen.dtype == jnp.int32
 
 
 def test_no_gradient_passes():
-    problem = tuple(jnp.asarray(a) for a in small_integers(9))
-
-    def loss(problem):
+    @jax.jit
+    @jax.grad
+    def gradients_of(problem):
         chosen = select(*problem, PACKED, top_k=3)
         return jnp.sum(jnp.take(problem[2].sum(-1)[0], jnp.maximum(chosen, 0))) + jnp.sum(chosen.astype(jnp.float32))
 
-    gradients = jax.grad(loss)(problem)
+    gradients = gradients_of(small_integers(9))
     np.testing.assert_array_equal(gradients[0], 0.0)
     np.testing.assert_array_equal(gradients[1], 0.0)
     assert (np.asarray(gradients[2]) != 0).any()  # by way of the values taken, and no other
@@ -337,49 +314,44 @@ def test_no_gradient_passes():
 
 # ------------------------------------------------------------------------------------------------------------- errors
 
-BAD = {
-    "q: rank": ("q", {"q": (B, S, J)}),
-    "q: rows": ("q", {"q": (B, S + 1, I, J), "weights": (B, S + 1, I)}),
-    "q: batch": ("q", {"q": (1, S, I, J), "weights": (1, S, I), "keys": (1, C, J)}),
-    "weights: heads": ("weights", {"weights": (B, S, I + 1)}),
-    "weights: rank": ("weights", {"weights": (B, S)}),
-    "keys: slots": ("keys", {"keys": (B, C + 1, J)}),
-    "keys: dim": ("keys", {"keys": (B, C, J + 1)}),
-    "keys: batch": ("keys", {"keys": (1, C, J)}),
-    "keys: rank": ("keys", {"keys": (B, C, I, J)}),
-}
 GOOD = {"q": (B, S, I, J), "weights": (B, S, I), "keys": (B, C, J)}
 
 
-@pytest.mark.parametrize("case", BAD)
+def call(shapes: dict[str, tuple[int, ...]], *, jitted: bool = False, ratio: int = M, **options):
+    visibility = Visibility(Documents.unpacked(B, S), 4, ratio)
+    run = functools.partial(select_entries, visibility=visibility, **{"top_k": 3, **options})
+    return (jax.jit(run) if jitted else run)(*(jnp.zeros(shape) for shape in (GOOD | shapes).values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        pytest.param("q", {"q": (B, S, J)}, id="q: rank"),
+        pytest.param("q", {"q": (B, S + 1, I, J), "weights": (B, S + 1, I)}, id="q: rows"),
+        pytest.param("q", {"q": (1, S, I, J), "weights": (1, S, I), "keys": (1, C, J)}, id="q: batch"),
+        pytest.param("weights", {"weights": (B, S, I + 1)}, id="weights: heads"),
+        pytest.param("weights", {"weights": (B, S)}, id="weights: rank"),
+        pytest.param("keys", {"keys": (B, C + 1, J)}, id="keys: slots"),
+        pytest.param("keys", {"keys": (B, C, J + 1)}, id="keys: dim"),
+        pytest.param("keys", {"keys": (1, C, J)}, id="keys: batch"),
+        pytest.param("keys", {"keys": (B, C, I, J)}, id="keys: rank"),
+    ],
+)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_shapes_that_do_not_fit_are_refused_by_name(unchecked_annotations, case, jitted):
-    name, changes = BAD[case]
-    visibility = Visibility(Documents.unpacked(B, S), 4, M)
-
-    def call(*args):
-        return select_entries(*args, visibility=visibility, top_k=3)
-
+def test_shapes_that_do_not_fit_are_refused_by_name(unchecked_annotations, name, shapes, jitted):
     with pytest.raises(ValueError, match=f"^{name}: expected .*, got float32 of shape"):
-        (jax.jit(call) if jitted else call)(*(jnp.zeros(shape) for shape in (GOOD | changes).values()))
+        call(shapes, jitted=jitted)
 
 
 @pytest.mark.parametrize("name", ["top_k", "block_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
 def test_counts_below_one_are_refused_by_name(unchecked_annotations, name, value):
-    visibility = Visibility(Documents.unpacked(B, S), 4, M)
-    counts = {"top_k": 3, "block_size": 4} | {name: value}
     with pytest.raises(ValueError, match=f"^{name}: expected an int >= 1, got "):
-        select_entries(*(jnp.zeros(shape) for shape in GOOD.values()), visibility=visibility, **counts)
+        call({}, **{"block_size": 4, name: value})
 
 
-def test_entries_are_asked_of_the_visibility(unchecked_annotations):
+@pytest.mark.parametrize("ratio", [0, 2])
+def test_entries_are_asked_of_the_visibility(unchecked_annotations, ratio):
     """Keys that fit another ratio, or a layer without entries, are a mistake."""
-    visibility = Visibility(Documents.unpacked(B, S), 4, M)
-    for wrong in (0, 2):
-        with pytest.raises(ValueError, match=r"^keys: expected"):
-            select_entries(
-                *(jnp.zeros(shape) for shape in GOOD.values()),
-                visibility=Visibility(visibility.documents, 4, wrong),
-                top_k=3,
-            )
+    with pytest.raises(ValueError, match=r"^keys: expected"):
+        call({}, ratio=ratio)

@@ -22,6 +22,11 @@ SMALL_YARN = RopeConfig(160000.0, YarnConfig(16.0, 64, 8.0, 0.5))
 RNG = np.random.default_rng(1)
 
 rotate = jax.jit(apply_rope, static_argnames="inverse")
+table_of = jax.jit(rope_table, static_argnums=(1, 2))
+
+
+def rows(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)[None]
 
 
 def turned_by_hand(x: np.ndarray, positions: np.ndarray, frequency: np.ndarray) -> np.ndarray:
@@ -113,25 +118,20 @@ def test_frequencies_agree_with_the_reference(theta, rope_dim, yarn):
 
 
 def test_angles_are_accurate_at_a_million_tokens():
-    """A float32 angle of a million needs an honest reduction by pi; the product itself is what it is in float32."""
+    """A float32 angle of a million needs an honest reduction by pi; the product itself is what it is in float32.
+
+    Nor is there YaRN's attention factor ("mscale"), which would lengthen every pair.
+    """
     positions = np.array([[0, 1, 2, 127, 128, 65535, 65537, (1 << 20) - 1, 1 << 20, 999983, -1, 12345]], np.int32)
     positions = np.concatenate([positions, RNG.integers(0, 1 << 20, (1, 500), np.int32)], axis=1)
     for rope in (MAIN, COMPRESS):
         angle = (positions.astype(np.float32)[..., None] * rope_frequencies(rope, 64)).astype(np.float64)
-        for table in (
-            rope_table(jnp.asarray(positions), rope, 64),
-            jax.jit(rope_table, static_argnums=(1, 2))(jnp.asarray(positions), rope, 64),
-        ):
+        for function in (rope_table, table_of):
+            table = function(jnp.asarray(positions), rope, 64)
             assert table.cos.dtype == table.sin.dtype == jnp.float32
             assert table.cos.shape == table.sin.shape == (1, 512, 32)
             np.testing.assert_allclose(table.cos, np.cos(angle), rtol=0, atol=5e-7)
             np.testing.assert_allclose(table.sin, np.sin(angle), rtol=0, atol=5e-7)
-
-
-def test_nothing_is_scaled():
-    """YaRN's attention factor ("mscale") would lengthen every pair; DeepSeek-V4 has none."""
-    table = rope_table(jnp.arange(0, 1 << 20, 4099, dtype=jnp.int32)[None], COMPRESS, 64)
-    np.testing.assert_allclose(table.cos**2 + table.sin**2, 1.0, rtol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- rotation
@@ -142,7 +142,7 @@ def test_nothing_is_scaled():
 def test_trailing_interleaved_pairs_turn_and_the_rest_passes(heads, rope):
     x = distinct_values((2, 7, *heads, 14), 3)
     positions = np.array([[0, 1, 2, 3, 4, 5, 6], [5, 0, 40, 2, 2, -1, 9]], np.int32)
-    actual = np.asarray(rotate(jnp.asarray(x), rope_table(jnp.asarray(positions), rope, 8)))
+    actual = np.asarray(rotate(x, table_of(positions, rope, 8)))
     assert actual.dtype == np.float32
     np.testing.assert_array_equal(actual[..., :6], x[..., :6])
     assert_close(actual, turned_by_hand(x, positions, rope_frequencies(rope, 8)), np.float32)
@@ -153,9 +153,8 @@ def test_trailing_interleaved_pairs_turn_and_the_rest_passes(heads, rope):
 
 def test_all_dims_turn_where_there_are_no_others():
     x = distinct_values((1, 5, 8), 4)
-    positions = np.arange(5, dtype=np.int32)[None]
-    actual = rotate(jnp.asarray(x), rope_table(jnp.asarray(positions), MAIN, 8))
-    assert_close(actual, turned_by_hand(x, positions, rope_frequencies(MAIN, 8)), np.float32)
+    actual = apply_rope(jnp.asarray(x), table_of(rows(5), MAIN, 8))  # without jit, for once
+    assert_close(actual, turned_by_hand(x, rows(5), rope_frequencies(MAIN, 8)), np.float32)
 
 
 def half_split(x: jax.Array, table: RopeTable) -> jax.Array:
@@ -179,38 +178,20 @@ WRONG = {
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_rotation_is_told_from_the_right_one(mistake):
-    x, positions = distinct_values((1, 9, 20), 5), np.arange(9, dtype=np.int32)[None]
-    expected = turned_by_hand(x, positions, rope_frequencies(SMALL_YARN, 8))
-    assert_close(apply_rope(jnp.asarray(x), rope_table(jnp.asarray(positions), SMALL_YARN, 8)), expected, np.float32)
+    x = distinct_values((1, 9, 20), 5)
+    expected = turned_by_hand(x, rows(9), rope_frequencies(SMALL_YARN, 8))
+    assert_close(rotate(x, table_of(rows(9), SMALL_YARN, 8)), expected, np.float32)
     with pytest.raises(AssertionError, match="elements differ"):
-        assert_close(WRONG[mistake](jnp.asarray(x), jnp.asarray(positions)), expected, np.float32)
+        assert_close(jax.jit(WRONG[mistake])(x, rows(9)), expected, np.float32)
 
 
 def test_the_inverse_undoes_it():
-    x = jnp.asarray(distinct_values((2, 6, 3, 70), 6))
-    table = rope_table(jnp.asarray(RNG.integers(0, 1 << 20, (2, 6), np.int32)), COMPRESS, 64)
-    assert_close(rotate(rotate(x, table), table, inverse=True), x, np.float32)
-    assert_close(rotate(rotate(x, table, inverse=True), table), x, np.float32)
-    assert float(jnp.abs(rotate(x, table) - x).max()) > 0.5
-
-
-def test_a_query_and_a_key_know_their_distance_alone():
-    """The product of q turned at p and k turned at p' depends on p - p' and on nothing else."""
-    q, k = (jnp.broadcast_to(jnp.asarray(distinct_values((1, 1, 12), seed)), (1, 32, 12)) for seed in (7, 8))
-    table = rope_table(jnp.arange(32, dtype=jnp.int32)[None], SMALL_YARN, 8)
-    products = np.einsum("btd,bsd->ts", rotate(q, table), rotate(k, table))
-    by_distance = {d: np.diagonal(products, d) for d in range(-31, 32)}
-    for distance, equal in by_distance.items():
-        assert_close(equal, np.full_like(equal, products[max(-distance, 0), max(distance, 0)]), np.float32)
-    assert len({round(float(equal[0]), 4) for equal in by_distance.values()}) > 50
-
-
-def test_gradient_is_the_inverse_rotation():
-    """A rotation is orthogonal, so its transpose is its inverse; the dims that pass keep their cotangent."""
-    x, cotangent = jnp.asarray(distinct_values((1, 5, 2, 12), 9)), jnp.asarray(distinct_values((1, 5, 2, 12), 10))
-    table = rope_table(jnp.arange(5, dtype=jnp.int32)[None], MAIN, 8)
-    (gradient,) = jax.vjp(lambda x: rotate(x, table), x)[1](cotangent)
-    assert_close(gradient, rotate(cotangent, table, inverse=True), np.float32)
+    x = distinct_values((2, 6, 3, 70), 6)
+    table = table_of(RNG.integers(0, 1 << 20, (2, 6), np.int32), COMPRESS, 64)
+    for first in (False, True):
+        turned = rotate(x, table, inverse=first)
+        assert np.abs(turned - x).max() > 0.5
+        assert_close(rotate(turned, table, inverse=not first), x, np.float32)
 
 
 # ------------------------------------------------------------------------------------------------------------- dtypes
@@ -218,50 +199,59 @@ def test_gradient_is_the_inverse_rotation():
 
 def test_bfloat16_turns_in_float32_and_is_rounded_once():
     x = jnp.asarray(distinct_values((2, 40, 3, 72), 11)).astype(jnp.bfloat16)
-    table = rope_table(jnp.asarray(RNG.integers(0, 5000, (2, 40), np.int32)), COMPRESS, 64)
+    table = table_of(RNG.integers(0, 5000, (2, 40), np.int32), COMPRESS, 64)
     for inverse in (False, True):
-        actual = apply_rope(x, table, inverse=inverse)
+        actual = rotate(x, table, inverse=inverse)
         assert actual.dtype == jnp.bfloat16
-        wide = apply_rope(x.astype(jnp.float32), table, inverse=inverse)
+        wide = rotate(x.astype(jnp.float32), table, inverse=inverse)
         np.testing.assert_array_equal(actual, wide.astype(jnp.bfloat16))
         np.testing.assert_array_equal(actual[..., :8], x[..., :8])
     # The same in bfloat16 throughout is another answer, so the above is not empty.
     narrow = RopeTable(*(t.astype(jnp.bfloat16) for t in table))
-    assert (half := np.asarray(apply_rope(x, narrow) != apply_rope(x, table))).mean() > 0.05, half.mean()
+    assert (half := np.asarray(rotate(x, narrow)) != np.asarray(rotate(x, table))).mean() > 0.05, half.mean()
 
 
 def test_derivatives_of_any_kind():
     """It is linear: rotated tangents, cotangents rotated back, whatever is mapped over whatever."""
-    table = rope_table(jnp.arange(3, dtype=jnp.int32)[None], MAIN, 4)
-    x = jnp.arange(12.0).reshape(1, 3, 4)
+    table, x = table_of(rows(3), MAIN, 4), np.arange(12, dtype=np.float32).reshape(1, 3, 4)
 
     def quartic(scale):
         return jnp.sum(apply_rope(x * scale, table) ** 4)
 
-    first = jax.grad(quartic)(1.0)
-    for second in (jax.grad(jax.grad(quartic)), jax.jit(jax.hessian(quartic)), jax.jacfwd(jax.grad(quartic))):
-        np.testing.assert_allclose(second(1.0), 3.0 * first, rtol=1e-5)  # of degree four in the scale
-    np.testing.assert_allclose(jax.jvp(quartic, (1.0,), (2.0,))[1], 2.0 * first, rtol=1e-5)
-    matrix = jax.jacfwd(lambda x: apply_rope(x, table))(x)
-    np.testing.assert_array_equal(matrix, jax.jacrev(lambda x: apply_rope(x, table))(x))
-    np.testing.assert_allclose(jnp.einsum("btdaue,aue->btd", matrix, x), apply_rope(x, table), atol=1e-6)
+    def turn(x):
+        return apply_rope(x, table)
+
+    first = jax.jit(jax.grad(quartic))(1.0)
+    for second in (jax.grad(jax.grad(quartic)), jax.hessian(quartic), jax.jacfwd(jax.grad(quartic))):
+        np.testing.assert_allclose(jax.jit(second)(1.0), 3.0 * first, rtol=1e-5)  # of degree four in the scale
+    pushed = jax.jit(lambda scale, tangent: jax.jvp(quartic, (scale,), (tangent,))[1])(1.0, 2.0)
+    np.testing.assert_allclose(pushed, 2.0 * first, rtol=1e-5)
+    matrix, other = (np.asarray(jax.jit(jacobian(turn))(x)) for jacobian in (jax.jacfwd, jax.jacrev))
+    np.testing.assert_array_equal(matrix, other)
+    np.testing.assert_allclose(np.einsum("btdaue,aue->btd", matrix, x), rotate(x, table), atol=1e-6)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (3, 1)])
 def test_mapped_over_vectors_and_tables(axes):
     rng = np.random.default_rng(0)
-    tables = [rope_table(jnp.asarray(rng.integers(0, 50, (2, 3))), MAIN, 4) for _ in range(5)]
-    xs = jnp.asarray(rng.normal(size=(5, 2, 3, 4, 6)).astype(np.float32))
-    x = xs[0] if axes[0] is None else jnp.moveaxis(xs, 0, axes[0])
+    tables = [jax.tree.map(np.asarray, table_of(rng.integers(0, 50, (2, 3)), MAIN, 4)) for _ in range(5)]
+    xs = rng.normal(size=(5, 2, 3, 4, 6)).astype(np.float32)
+    x = xs[0] if axes[0] is None else np.moveaxis(xs, 0, axes[0])
     table = tables[0]
     if axes[1] is not None:
-        table = jax.tree.map(lambda *parts: jnp.stack(parts, axes[1]), *tables)
-    got, pull = jax.vjp(lambda x: jax.vmap(apply_rope, axes)(x, table), x)
+        table = jax.tree.map(lambda *parts: np.stack(parts, axes[1]), *tables)
+
+    @jax.jit
+    def mapped(x):
+        got, pull = jax.vjp(lambda x: jax.vmap(apply_rope, axes)(x, table), x)
+        return got, pull(got)[0]
+
+    got, pulled = mapped(x)
     each = [(xs[0 if axes[0] is None else i], tables[0 if axes[1] is None else i]) for i in range(5)]
-    np.testing.assert_array_equal(got, jnp.stack([apply_rope(*pair) for pair in each]))
-    back = jnp.stack([apply_rope(got[i], pair[1], inverse=True) for i, pair in enumerate(each)])
-    want = back.sum(axis=0) if axes[0] is None else jnp.moveaxis(back, 0, axes[0])
-    np.testing.assert_allclose(pull(got)[0], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got, np.stack([rotate(*pair) for pair in each]))
+    back = np.stack([rotate(np.asarray(got[i]), pair[1], inverse=True) for i, pair in enumerate(each)])
+    want = back.sum(axis=0) if axes[0] is None else np.moveaxis(back, 0, axes[0])
+    np.testing.assert_allclose(pulled, want, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
@@ -283,6 +273,6 @@ def test_an_odd_or_empty_rope_is_refused(unchecked_annotations, rope_dim):
     ],
 )
 def test_x_that_does_not_fit_the_table_is_refused(unchecked_annotations, shape):
-    table = rope_table(jnp.zeros((2, 5), jnp.int32), MAIN, 8)
+    table = table_of(np.zeros((2, 5), np.int32), MAIN, 8)
     with pytest.raises(ValueError, match="x: expected"):
         apply_rope(jnp.zeros(shape), table)

@@ -38,18 +38,14 @@ def test_distinct_values_are_distinct_and_shuffled():
     assert (np.diff(values.ravel()) < 0).any()
 
 
-def test_random_params_follow_seed_and_layer():
-    for layer_type, count in ((LayerType.SLIDING, 8), (LayerType.CSA, 18), (LayerType.HCA, 12)):
-        params = random_params(AttentionConfig.tiny(), layer_type, 3)
-        assert len(params) == count
-        again, other = (
-            random_params(AttentionConfig.tiny(), layer_type, 3),
-            random_params(AttentionConfig.tiny(), layer_type, 4),
-        )
-        for name, value in params.items():
-            assert value.dtype == np.float32
-            np.testing.assert_array_equal(value, again[name])
-            assert (value != other[name]).any()
+@pytest.mark.parametrize(("layer_type", "count"), [(LayerType.SLIDING, 8), (LayerType.CSA, 18), (LayerType.HCA, 12)])
+def test_random_params_follow_seed_and_layer(layer_type, count):
+    params, again, other = (random_params(AttentionConfig.tiny(), layer_type, seed) for seed in (3, 3, 4))
+    assert len(params) == count
+    for name, value in params.items():
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, again[name])
+        assert (value != other[name]).any()
 
 
 def test_bad_arguments_are_named():

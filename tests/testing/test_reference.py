@@ -98,13 +98,16 @@ def reference_with_gradients(layer_type: LayerType, params, x: np.ndarray, cotan
     return np.asarray(output), {**{name: np.asarray(g) for name, g in gradients.items()}, "x": np.asarray(x_gradient)}
 
 
-def assert_selection_is_clear(params, x: np.ndarray) -> None:
-    """No query's choice of entries hangs on rounding or on a tie, which torch breaks in an unspecified way."""
-    h = jnp.asarray(x[0])
+@jax.jit
+def index_scores(params, h):
     low_rank = h @ params["q_a_proj.kernel"]
     q_residual = low_rank / jnp.sqrt(jnp.mean(low_rank**2, axis=-1, keepdims=True) + CONFIG.rms_norm_eps)
-    scores = reference_index_scores(params, CONFIG, h, q_residual * params["q_a_norm.scale"].reshape(1, -1))
-    for t, row in enumerate(np.asarray(scores)):
+    return reference_index_scores(params, CONFIG, h, q_residual * params["q_a_norm.scale"].reshape(1, -1))
+
+
+def assert_selection_is_clear(params, x: np.ndarray) -> None:
+    """No query's choice of entries hangs on rounding or on a tie, which torch breaks in an unspecified way."""
+    for t, row in enumerate(np.asarray(index_scores(params, x[0]))):
         best = np.sort(row[: (t + 1) // CONFIG.csa_ratio])[::-1]
         if len(best) > CONFIG.index_topk:
             assert best[CONFIG.index_topk - 1] - best[CONFIG.index_topk] > 1e-4
@@ -242,11 +245,10 @@ def test_dependence_of_outputs_on_inputs_is_the_visibility(layer_type):
             reach[:, oldest : first + ratio] |= entry[0, :, first // ratio, None]
     # Queries right behind a poisoned token see it: only rows out of reach of the window tell the two apart.
     assert ratio == 0 or reach.sum() > window.sum()
-    for row in range(length):
-        poisoned = x.copy()
-        poisoned[0, row] = np.nan
-        output = reference_attention(params, CONFIG, layer_type, poisoned, segment_ids, select="all")
-        np.testing.assert_array_equal(np.isnan(np.asarray(output[0])).any(-1), reach[:, row], err_msg=f"row {row}")
+    poisoned = np.where(np.eye(length, dtype=bool)[:, None, :, None], np.float32(np.nan), x[None])
+    one = functools.partial(reference_attention, params, CONFIG, layer_type, segment_ids=segment_ids, select="all")
+    outputs = jax.jit(jax.vmap(one))(poisoned)[:, 0]
+    np.testing.assert_array_equal(np.isnan(np.asarray(outputs)).any(-1).T, reach)
 
 
 @pytest.mark.parametrize("layer_type", LAYER_TYPES)
@@ -289,10 +291,9 @@ def test_float64_throughout(layer_type):
         exact = reference_attention(params, CONFIG, layer_type, x)
         narrow = {name: value.astype(np.float32) for name, value in params.items()}
         assert exact.dtype == jnp.float64
-        assert reference_attention(narrow, CONFIG, layer_type, x.astype(np.float32)).dtype == jnp.float32
-        assert reference_attention(narrow, CONFIG, layer_type, x.astype(np.float32), dtype=np.float64).dtype == (
-            jnp.float64
-        )
+        for dtype, computed in ((None, jnp.float32), (np.float64, jnp.float64)):
+            layer = functools.partial(reference_attention, config=CONFIG, layer_type=layer_type, dtype=dtype)
+            assert jax.eval_shape(layer, narrow, x=x.astype(np.float32)).dtype == computed
         jaxpr = jax.make_jaxpr(lambda p, x: reference_attention(p, CONFIG, layer_type, x))(params, x)
         assert "f64[" in str(jaxpr)
         assert "f32[" not in str(jaxpr)

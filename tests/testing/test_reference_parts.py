@@ -22,6 +22,11 @@ from foveal.testing.reference import (
 )
 
 YARN = RopeConfig(160000.0, YarnConfig(16.0, 64, 8.0, 0.5))
+# Compiled whole: dispatching operation by operation compiles each.
+rope = jax.jit(reference_rope, static_argnums=(2, 3), static_argnames=("inverse", "time_axis"))
+entries_of = jax.jit(reference_entries, static_argnums=(1, 3), static_argnames=("ratio", "head_dim", "overlap"))
+top_k = jax.jit(reference_top_k, static_argnums=2)
+core = jax.jit(lambda *args: reference_core_attention(*args, scale=0.8))
 
 
 # --------------------------------------------------------------------------------------------------------------- RoPE
@@ -48,26 +53,19 @@ def test_yarn_frequencies_of_the_published_models():
 
 
 def test_rope_rotates_trailing_interleaved_pairs():
-    rope = RopeConfig(10000.0)
     x = np.arange(1.0, 7.0, dtype=np.float32).reshape(1, 6)
-    turned = np.asarray(reference_rope(x, np.array([3]), rope, 4))[0]
+    turned = np.asarray(rope(x, np.array([3]), RopeConfig(10000.0), 4))[0]
     slow = 3 * 10000.0**-0.5
-    expected = [
-        1.0,
-        2.0,
-        3 * np.cos(3) - 4 * np.sin(3),
-        3 * np.sin(3) + 4 * np.cos(3),
-        5 * np.cos(slow) - 6 * np.sin(slow),
-        5 * np.sin(slow) + 6 * np.cos(slow),
-    ]
-    np.testing.assert_allclose(turned, expected, rtol=1e-5)
+    first = [3 * np.cos(3) - 4 * np.sin(3), 3 * np.sin(3) + 4 * np.cos(3)]
+    second = [5 * np.cos(slow) - 6 * np.sin(slow), 5 * np.sin(slow) + 6 * np.cos(slow)]
+    np.testing.assert_allclose(turned, [1.0, 2.0, *first, *second], rtol=1e-5)
 
     q = random_hidden(1, 2, 5, 4 * 24).reshape(2, 5, 4, 24)
     positions = np.array([4, 0, 9, 2, 100])
-    turned = reference_rope(q, positions, YARN, 8, time_axis=1)
-    alone = reference_rope(q[1, 2], np.full(4, 9), YARN, 8)
+    turned = rope(q, positions, YARN, 8, time_axis=1)
+    alone = rope(q[1, 2], np.full(4, 9), YARN, 8)
     np.testing.assert_allclose(turned[1, 2], alone, atol=1e-6)
-    back = reference_rope(turned, positions, YARN, 8, inverse=True, time_axis=1)
+    back = rope(turned, positions, YARN, 8, inverse=True, time_axis=1)
     np.testing.assert_allclose(back, q, atol=1e-5)
     with pytest.raises(ValueError, match=r"positions: expected shape \(2,\)"):
         reference_rope(q, positions, RopeConfig(10000.0), 8)
@@ -86,14 +84,14 @@ def test_entries_by_hand():
         "c.position_bias": np.zeros((4, 4), np.float32),
         "c.kv_norm.scale": np.array([2.0, 3.0], np.float32),
     }
-    entries = reference_entries(params, "c", h, config, ratio=4, head_dim=2, overlap=True)
+    entries = entries_of(params, "c", h, config, ratio=4, head_dim=2, overlap=True)
     means = np.stack([h[0:4, 2:].mean(0), np.concatenate([h[0:4, :2], h[4:8, 2:]]).mean(0)])
     normed = means / np.sqrt((means**2).mean(-1, keepdims=True)) * np.array([[2.0, 3.0]], np.float32)
     # The only pair has frequency 1, so entry 1 is turned by an angle of 4, the position of its window's first token.
     cos, sin = np.cos(4.0), np.sin(4.0)
     turned = [normed[1, 0] * cos - normed[1, 1] * sin, normed[1, 0] * sin + normed[1, 1] * cos]
     np.testing.assert_allclose(entries, [normed[0], turned], rtol=1e-5)
-    short = reference_entries(params, "c", h[:3], config, ratio=4, head_dim=2, overlap=True)
+    short = entries_of(params, "c", h[:3], config, ratio=4, head_dim=2, overlap=True)
     assert short.shape == (0, 2)
 
 
@@ -136,11 +134,11 @@ def test_top_k_rules():
     visible = np.ones(scores.shape, bool)
     visible[4] = [False, True, False, False, True]
     visible[5, 0] = False
-    chosen = reference_top_k(scores, visible, 3)
+    chosen = top_k(scores, visible, 3)
     assert chosen.dtype == jnp.int32
     np.testing.assert_array_equal(chosen, [[1, 2, 3], [0, 1, 2], [0, 1, 2], [1, 3, -1], [1, 4, -1], [1, 2, 4]])
-    np.testing.assert_array_equal(reference_top_k(scores[:2], visible[:2], 7)[:, 4:], [[4, -1, -1]] * 2)
-    assert reference_top_k(np.zeros((3, 0), np.float32), np.zeros((3, 0), bool), 2).tolist() == [[-1, -1]] * 3
+    np.testing.assert_array_equal(top_k(scores, visible, 7)[:2, 4:], [[4, -1, -1]] * 2)
+    assert top_k(np.zeros((3, 0), np.float32), np.zeros((3, 0), bool), 2).tolist() == [[-1, -1]] * 3
 
 
 # ----------------------------------------------------------------------------------------------------- core attention
@@ -155,30 +153,38 @@ def core_problem(dtype: DTypeLike = np.float32):
     return q, kv, entries, window_mask, entry_mask
 
 
+@jax.jit
+def core_gradients(q, kv, entries, window_mask, entry_mask, sinks):
+    """The output and the gradients of all operands, of a loss to which the log-sum-exp contributes where it is."""
+
+    def loss(q, kv, entries, sinks):
+        out, lse = core(q, kv, entries, window_mask, entry_mask, sinks)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), out
+
+    gradients, out = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, kv, entries, sinks)
+    return out, gradients
+
+
 def test_core_attention_by_hand():
     q, kv, entries, window_mask, entry_mask = core_problem()
     sinks = np.array([0.7, -1.2], np.float32)
-    out, lse = reference_core_attention(q, kv, entries, window_mask, entry_mask, sinks, 0.8)
+    out, lse = core(q, kv, entries, window_mask, entry_mask, sinks)
     keys = np.concatenate([kv, entries])
     seen = np.concatenate([window_mask, entry_mask], axis=-1)
-    for t in range(5):
-        for head in range(2):
-            if t == 2:
-                assert not np.any(out[t, head])
-                assert lse[t, head] == -np.inf
-                continue
-            mass = np.exp(keys[seen[t]] @ q[t, head] * 0.8)
-            np.testing.assert_allclose(lse[t, head], np.log(mass.sum()), rtol=1e-5)
-            np.testing.assert_allclose(
-                out[t, head], mass @ keys[seen[t]] / (mass.sum() + np.exp(sinks[head])), rtol=1e-5, atol=1e-6
-            )
+    for t in (0, 1, 3, 4):
+        mass = np.exp(q[t] @ keys[seen[t]].T * 0.8)
+        total = mass.sum(1, keepdims=True)
+        np.testing.assert_allclose(lse[t], np.log(total[:, 0]), rtol=1e-5)
+        expected = mass @ keys[seen[t]] / (total + np.exp(sinks)[:, None])
+        np.testing.assert_allclose(out[t], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out[2], 0.0)
+    np.testing.assert_array_equal(lse[2], -np.inf)
 
 
 def test_core_attention_sinks_at_infinity():
-    q, kv, entries, window_mask, entry_mask = core_problem()
-    none, lse = reference_core_attention(q, kv, entries, window_mask, entry_mask, None, 0.8)
-    sinks = np.array([np.inf, -np.inf], np.float32)
-    out, same = reference_core_attention(q, kv, entries, window_mask, entry_mask, sinks, 0.8)
+    problem = core_problem()
+    none, lse = core(*problem, None)
+    out, same = core(*problem, np.array([np.inf, -np.inf], np.float32))
     np.testing.assert_array_equal(out[:, 0], 0.0)
     np.testing.assert_array_equal(out[:, 1], none[:, 1])
     np.testing.assert_array_equal(same, lse)
@@ -187,14 +193,9 @@ def test_core_attention_sinks_at_infinity():
 @pytest.mark.parametrize("sinks", [[np.inf, -np.inf], [300.0, -300.0], [0.3, 2.0]])
 @pytest.mark.parametrize("size", [1.0, 200.0])
 def test_core_attention_gradients_are_finite(sinks, size):
-    q, kv, entries, window_mask, entry_mask = core_problem()
-
-    def loss(q, kv, entries, sinks):
-        out, lse = reference_core_attention(q, kv, entries, window_mask, entry_mask, sinks, 0.8)
-        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q * size, kv, entries, np.array(sinks, np.float32))
-    assert all(bool(jnp.all(jnp.isfinite(gradient))) for gradient in gradients)
+    q, *others = core_problem()
+    _, gradients = core_gradients(q * np.float32(size), *others, np.array(sinks, np.float32))
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
     np.testing.assert_array_equal(gradients[0][2], 0.0)
 
 
@@ -204,7 +205,7 @@ def test_core_attention_gradients_are_right():
 
         @jax.jit
         def outputs(q, kv, entries, sinks):
-            out, lse = reference_core_attention(q, kv, entries, window_mask, entry_mask, sinks, 0.8)
+            out, lse = core(q, kv, entries, window_mask, entry_mask, sinks)
             return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
 
         check_grads(outputs, (q, kv, entries, np.array([0.4, 1.5])), order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
@@ -214,10 +215,10 @@ def test_core_attention_ignores_nan_that_is_not_seen():
     q, kv, entries, window_mask, entry_mask = core_problem()
     window_mask[:, 4] = False
     entry_mask[:, 1] = [True, False, False, False, False]
-    clean = reference_core_attention(q, kv, entries, window_mask, entry_mask, None, 0.8)[0]
+    no_sinks = np.full(2, -np.inf, np.float32)
+    clean, _ = core_gradients(q, kv, entries, window_mask, entry_mask, no_sinks)
     kv[4], entries[1] = np.nan, np.nan
-    out, vjp = jax.vjp(lambda q: reference_core_attention(q, kv, entries, window_mask, entry_mask, None, 0.8)[0], q)
-    assert bool(jnp.all(jnp.isnan(out[0])))
+    out, gradients = core_gradients(q, kv, entries, window_mask, entry_mask, no_sinks)
+    assert np.isnan(out[0]).all()
     np.testing.assert_array_equal(out[1:], clean[1:])
-    (gradient,) = vjp(jnp.ones_like(out))
-    assert bool(jnp.all(jnp.isfinite(gradient[1:])))
+    assert np.isfinite(gradients[0][1:]).all()

@@ -329,9 +329,18 @@ class Visibility:
         slots = narrowed(slots, -1, none)
         slots = jnp.where(self.sees_slots(slots), slots, none)
         ascending = (slots[..., 1:] >= slots[..., :-1]).all()  # as the indexer emits them: no sort needed
-        slots = jax.lax.cond(ascending, lambda i: i, lambda i: jnp.sort(i, axis=-1), slots)
+        slots = jax.lax.cond(ascending, _as_they_are, _in_order, slots)
         repeated = jnp.pad(slots[..., 1:] == slots[..., :-1], ((0, 0), (0, 0), (1, 0)))
         return jnp.where(repeated | (slots == none), -1, slots)
+
+
+# Not lambdas: eager calls would compile a program each.
+def _as_they_are(slots: Array) -> Array:
+    return slots
+
+
+def _in_order(slots: Array) -> Array:
+    return jnp.sort(slots, axis=-1)
 
 
 def membership(indices: Int32[Array, "B T K"], slots: int) -> Bool[Array, "B T C"]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +13,51 @@ from flax import nnx
 
 from foveal import AttentionConfig, CompressedAttention, Documents, LayerType
 from foveal.testing.generators import random_hidden, random_params
+from foveal.testing.parameters import set_params
 from foveal.testing.reference import reference_attention, reference_index_scores
 
 CONFIG = AttentionConfig.tiny()
+LAYER_TYPES = tuple(LayerType)
+# Logical axes of parameters.
+AXES = {"embed", "q_lora", "heads", "kv", "window", "norm", "index_heads", "o_groups", "group_heads", "o_lora"}
 BATCH, LENGTH = 2, 67  # no multiple of a window, and longer than anything that is cut from it
 # For what is compiled often and runs seldom.
 UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+every_layer_type = pytest.mark.parametrize("layer_type", LAYER_TYPES)
+
+
+def build(layer_type, params=None, config=CONFIG, **options) -> CompressedAttention:
+    layer = CompressedAttention(config, layer_type=layer_type, rngs=nnx.Rngs(0), **options)
+    if params is not None:
+        set_params(layer, params)
+    return layer
+
+
+def by_name(state) -> dict[str, nnx.Variable]:
+    """The variables of a state, or of a module's gradients, by dotted path."""
+    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def arrays(state) -> dict[str, jax.Array]:
+    return {name: variable[...] for name, variable in by_name(state).items()}
 
 
 class PureLayer:
     """A layer as a function of its parameters, compiled once a shape: documents and values are data."""
 
-    def __init__(self, config: AttentionConfig, layer_type: LayerType, select, dtype, optimized: bool):
-        layer = CompressedAttention(config, layer_type=layer_type, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
-        self._graphdef, state = nnx.split(layer)
+    def __init__(self, layer_type, select, dtype, config: AttentionConfig):
+        self._graphdef, state = nnx.split(build(layer_type, None, config, dtype=dtype, param_dtype=dtype))
         self._variables = {".".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(state)}
-        self._select = select
-        options = {} if optimized else UNOPTIMIZED
-        self._forward = jax.jit(self.apply, compiler_options=options)
-        self._vjp = jax.jit(self._pull_back, compiler_options=options)
+        self._select, self._forward, self._vjp = select, jax.jit(self.apply), jax.jit(self._pull_back)
 
     def apply(self, params, x, documents=None):
         """The layer's output; `documents` are segment ids, a `Documents` or None. For use inside transformations."""
         assert params.keys() == self._variables.keys()
         state = {path: variable.replace(params[name]) for name, (path, variable) in self._variables.items()}
         layer = nnx.merge(self._graphdef, nnx.from_flat_state(state))
-        if isinstance(documents, Documents):
-            return layer(x, documents=documents, select=self._select)
-        return layer(x, documents, select=self._select)
+        prepared = isinstance(documents, Documents)
+        ids, documents = (None, documents) if prepared else (documents, None)
+        return layer(x, ids, documents=documents, select=self._select)
 
     def _pull_back(self, params, x, documents, cotangent):
         output, vjp = jax.vjp(lambda params, x: self.apply(params, x, documents), params, x)
@@ -63,7 +81,7 @@ class CompiledReference:
     Each document is run alone, as the front of an otherwise empty row: the reference looks at no later token.
     """
 
-    def __init__(self, config: AttentionConfig, layer_type: LayerType, select, length: int):
+    def __init__(self, layer_type, select, length: int, config: AttentionConfig):
         self._config, self._layer_type, self._select, self._length = config, layer_type, select, length
         self._document = jax.jit(self._pull_back, compiler_options=UNOPTIMIZED)
         self._scores = jax.jit(self._index_scores, compiler_options=UNOPTIMIZED)
@@ -129,43 +147,23 @@ def document_runs(x, segment_ids=None) -> list[tuple[int, int, int]]:
     return runs
 
 
-@pytest.fixture(scope="session")
-def pure_layer():
-    """`pure_layer(layer_type, select=..., dtype=..., **changes to the tiny config)`, the same object every time."""
-
-    @functools.cache
-    def make(layer_type, *, select="top_k", dtype=jnp.float32, optimized=True, **changes):
-        return PureLayer(dataclasses.replace(CONFIG, **changes), layer_type, select, dtype, optimized)
-
-    return make
+_pure_layers, _compiled_references = functools.cache(PureLayer), functools.cache(CompiledReference)
 
 
-@pytest.fixture(scope="session")
-def compiled_reference():
-    """`compiled_reference(layer_type, select=..., **changes to the tiny config)`, the same object every time."""
-
-    @functools.cache
-    def make(layer_type, *, select="top_k", length=LENGTH, **changes):
-        return CompiledReference(dataclasses.replace(CONFIG, **changes), layer_type, select, length)
-
-    return make
+def pure_layer(layer_type, *, select="top_k", dtype=jnp.float32, **changes: Any) -> PureLayer:
+    """Of the tiny config with changes: the same object every time."""
+    return _pure_layers(layer_type, select, np.dtype(dtype), dataclasses.replace(CONFIG, **changes))
 
 
-@pytest.fixture(scope="session")
-def problem():
-    """`problem(layer_type, seed)`: parameters, hidden states and a cotangent of unit norm."""
-
-    def make(layer_type, seed, *, batch=BATCH, length=LENGTH, dtype=np.float32, **changes):
-        config = dataclasses.replace(CONFIG, **changes)
-        cotangent = np.random.default_rng([seed, 1]).normal(size=(batch, length, config.hidden_size))
-        cotangent /= max(np.linalg.norm(cotangent), 1.0)
-        x = random_hidden(seed, batch, length, config.hidden_size, dtype)
-        return random_params(config, layer_type, seed, dtype), x, cotangent.astype(dtype)
-
-    return make
+def compiled_reference(layer_type, *, select="top_k", length=LENGTH, **changes: Any) -> CompiledReference:
+    """As `pure_layer`."""
+    return _compiled_references(layer_type, select, length, dataclasses.replace(CONFIG, **changes))
 
 
-@pytest.fixture(scope="session")
-def runs_of():
-    """`runs_of(x, segment_ids)`: (batch row, start, stop) of every document."""
-    return document_runs
+def problem(layer_type, seed, *, batch=BATCH, length=LENGTH, dtype: Any = np.float32, **changes: Any):
+    """Parameters, hidden states and a cotangent of unit norm."""
+    config = dataclasses.replace(CONFIG, **changes)
+    cotangent = np.random.default_rng([seed, 1]).normal(size=(batch, length, config.hidden_size))
+    cotangent /= max(np.linalg.norm(cotangent), 1.0)
+    x = random_hidden(seed, batch, length, config.hidden_size, dtype)
+    return random_params(config, layer_type, seed, dtype), x, cotangent.astype(dtype)

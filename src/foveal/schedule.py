@@ -30,13 +30,13 @@ class KernelSchedule:
         step: number of bundles that every step executes.
         branches: number of bundles of each conditional part, in the order of the code: the kernel's own (`pl.when`),
             and those in which the grid copies results that stay in VMEM.
-        inner_loops: number of loops within a step; their bodies are counted once.
+        loops: number of bundles of each loop within a step, in the order of the code; counted once in the parts above.
     """
 
     name: str
     step: int
     branches: tuple[int, ...]
-    inner_loops: int
+    loops: tuple[int, ...]
 
 
 def dump_flags(directory: str | Path) -> str:
@@ -90,15 +90,16 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     bodies = [text[match.start() : end] for match, end in zip(matches, ends, strict=True)]
     depths = [match[2].count(">") for match in matches]
     inside = [i for i, depth in enumerate(depths) if depth] or [*range(len(depths))]  # a kernel without a grid
-    inner_loops = sum(1 for outer, depth in itertools.pairwise(depths) if depth > max(outer, 1))
+    runs = [(depth, sum(1 for _ in run)) for depth, run in itertools.groupby(depths)]
+    loops = tuple(size for (outer, _), (depth, size) in itertools.pairwise(runs) if depth > max(outer, 1))
     step = _nested(inside[0], inside[-1] + 1, _conditional(bodies, inside))
     base = step.size
     # Steps before the first and after the last only move data: all the work is under one condition.
-    while len(whole := [part for part in step.parts if part.size > step.size / 2]) == 1 and whole[0].parts:
+    while len(whole := [part for part in step.parts if part.size > 0.9 * step.size]) == 1 and whole[0].parts:
         step = whole[0]
     own = (p for p in step.parts if not any(_TRANSFER.search(body) for body in bodies[p.start : p.end]))
     branches = tuple(part.size for part in own)
-    return KernelSchedule(name, base - sum(branches), branches, inner_loops)
+    return KernelSchedule(name, base - sum(branches), branches, loops)
 
 
 def _conditional(bodies: list[str], inside: list[int]) -> list[tuple[int, int]]:

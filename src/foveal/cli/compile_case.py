@@ -68,7 +68,8 @@ def compile_case(case: CompileCase, dump: str | None) -> dict[str, Any]:
     cycles = None
     if dump and report.verdict == "compiles":
         try:
-            cycles = _kernel_cycles(case, backend, dump, config)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # of the chip that the kernels are for
+                cycles = _kernel_cycles(case, backend, dump, config)
         except ValueError as error:
             report = dataclasses.replace(report, message=f"no cycles: {error}")
     target = TARGETS[case.target]

@@ -69,6 +69,6 @@ def _bundles(schedule: KernelSchedule, tiles: _Tiles, counts: list[int]) -> int:
     A tile with a mask takes about as much as one without: if not, these are not the expected parts.
     """
     parts = schedule.branches[: len(counts)]
-    if len(parts) != len(counts) or schedule.inner_loops or not 0.5 <= parts[2] / parts[1] <= 2:
+    if len(parts) != len(counts) or schedule.loops or not 0.5 <= parts[2] / parts[1] <= 2:
         raise ValueError(f"schedules: expected {len(counts)} conditional parts and no loop in a step, got {schedule}")
     return tiles.total * schedule.step + sum(n * size for n, size in zip(counts, parts, strict=True))

@@ -13,9 +13,12 @@ from jax.sharding import PartitionSpec
 from foveal.backends.operands import Backend, Operands
 from foveal.backends.sharded import devices_along, run_sharded, sharding_refusal
 from foveal.backends.tpu.attend import attend
+from foveal.backends.tpu.cycles import kernel_cycles
 from foveal.backends.tpu.plan import LANES, SUBLANES, FusedSizes, vmem_needed
 from foveal.checks import as_int
+from foveal.geometry import Visibility
 from foveal.program import planned, platform
+from foveal.schedule import KernelSchedule
 from foveal.typing import Array
 
 _PRECISIONS = (None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST)
@@ -40,6 +43,7 @@ class Fused(Backend):
     name = "fused"
     quadratic = False
     block_names = ("SLOTS",)
+    has_cycles = True
 
     sharding: PartitionSpec | None = None
     block_slots: int | None = None
@@ -89,6 +93,15 @@ class Fused(Backend):
             raise ValueError(f"expected 1 number, {self.block_names[0]}, got {len(blocks)}")
         slots = self.block_slots if blocks is None else blocks[0]
         return dataclasses.replace(self, block_slots=slots, sharding=self.sharding if sharding is None else sharding)
+
+    def cycles(
+        self, schedules: Sequence[KernelSchedule], q: jax.ShapeDtypeStruct, visibility: Visibility
+    ) -> int | None:
+        """See `Backend`; documents may be packed. None if the program has none of its kernels."""
+        _, length, heads, dim = q.shape
+        size = length, heads, dim
+        forward, backward = (self._sizes.plan_for(size, visibility, backward=b) for b in (False, True))
+        return kernel_cycles(schedules, forward, backward, visibility)
 
     @property
     def _sizes(self) -> FusedSizes:

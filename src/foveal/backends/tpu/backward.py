@@ -82,7 +82,7 @@ def backward(
     """
     batch, dim, last = q.shape[0], plan.dim, plan.tiles - 1
     quiet = silent(lse, operands.visibility.documents.is_padding[..., None])
-    tiles = tile_arrays(plan, operands, quiet.any(axis=2))
+    tiles = tile_arrays(plan, operands.visibility, quiet=quiet.any(axis=2))
 
     def tile(b: Any, i: Any) -> tuple[Any, Any]:
         return b, jnp.minimum(i, last)  # the steps after the last tile only finish raw keys

@@ -49,7 +49,7 @@ from foveal.typing import Array
 
 def forward(plan: FusedPlan, operands: Operands, q: Array) -> tuple[Array, Array]:
     """Output [B, H, S, D] in q's dtype and log-sum-exp float32 [B, S, H], 0 for padding, for q [B, H, S, D]."""
-    tiles, batch = tile_arrays(plan, operands), q.shape[0]
+    tiles, batch = tile_arrays(plan, operands.visibility, tainted=operands.tainted), q.shape[0]
     heads = pl.BlockSpec((1, plan.heads, plan.tokens, plan.dim), lambda b, i: (b, 0, i, 0))
     inputs = {
         "spans": (tiles.spans, pl.BlockSpec((1, 1, 1, 4), lambda b, i: (b, i, 0, 0), memory_space=pltpu.SMEM)),

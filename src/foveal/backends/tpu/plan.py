@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 
 from foveal.backends.operands import Operands
-from foveal.geometry import max_history
+from foveal.geometry import Visibility, max_history
 from foveal.program import device_kind
 from foveal.typing import DTypeLike, Precision
 
@@ -147,24 +147,36 @@ class FusedSizes:
     def plan(self, operands: Operands, *, heads: int | None = None, backward: bool = False) -> FusedPlan:
         """Choose the sizes for a call, or for the share of it that a device with `heads` of the heads computes."""
         _, length, all_heads, dim = operands.q.shape
-        heads = all_heads if heads is None else heads
-        slots, device = operands.slots, chip()
+        size = length, all_heads if heads is None else heads, dim
+        return self.plan_for(size, operands.visibility, operands.scale, operands.precision, backward=backward)
+
+    def plan_for(
+        self,
+        size: tuple[int, int, int],
+        visibility: Visibility,
+        scale: float = 1.0,
+        precision: Precision = None,
+        *,
+        backward: bool = False,
+    ) -> FusedPlan:
+        """Choose the sizes for queries of `size` S, H and D."""
+        (length, heads, dim), slots, device = size, visibility.slots, chip()
         tokens = tokens_per_tile(heads)
         # Tiles of packed rows see few slots: in the backward pass the room for more costs them more than a block.
-        many = slots > _FEW_SLOTS and (operands.visibility.documents.is_unpacked or not backward)
+        many = slots > _FEW_SLOTS and (visibility.documents.is_unpacked or not backward)
         return FusedPlan(
             length=length,
             tokens=tokens,
             heads=heads,
             dim=dim,
-            sliding_window=operands.visibility.sliding_window,
-            history=operands.visibility.history,
+            sliding_window=visibility.sliding_window,
+            history=visibility.history,
             slots=slots,
             first_slots=0 if not slots else _FIRST_SLOTS if many else _FEW_SLOTS,
             block_slots=self.block_slots or device.block_slots,
             chunk=_chunk(tokens, heads, device.backward_chunk if backward else _CHUNK),
-            scale=operands.scale,
-            precision=operands.precision,
+            scale=scale,
+            precision=precision,
             vmem_bytes=device.vmem_bytes,
             interpret=self.interpret,
         )

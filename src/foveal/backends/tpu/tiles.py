@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from foveal.backends.operands import Operands
 from foveal.backends.tpu.plan import LANES, SUBLANES, FusedPlan
+from foveal.geometry import Visibility
 from foveal.typing import Array
 
 FIRST_SLOT, BLOCKS, QUIET = range(3)
@@ -29,15 +29,18 @@ class TileArrays(NamedTuple):
     spans: Array
 
 
-def tile_arrays(plan: FusedPlan, operands: Operands, quiet: Array | None = None) -> TileArrays:
+def tile_arrays(
+    plan: FusedPlan, visibility: Visibility, *, tainted: Array | None = None, quiet: Array | None = None
+) -> TileArrays:
     """Arrays of a call.
 
     Args:
         plan: the call's.
-        operands: the call's.
+        visibility: who sees what.
+        tainted: bool [B, S], tokens that see a key which was not finite; None for none.
         quiet: bool [B, S], tokens with rows that pass no gradient on; None in the forward pass.
     """
-    ranges, tokens = operands.visibility.ranges, plan.tokens
+    ranges, tokens = visibility.ranges, plan.tokens
 
     def by_tile(array: Array) -> Array:
         padded = jnp.pad(array, ((0, 0), (0, plan.tiles * tokens - plan.length)))
@@ -47,19 +50,17 @@ def tile_arrays(plan: FusedPlan, operands: Operands, quiet: Array | None = None)
     slab_start = jnp.arange(plan.tiles, dtype=jnp.int32) * tokens + (plan.history - plan.reach)
     seen = window_end > window_first
     window = [jnp.where(seen, bound - slab_start[None, :, None], 0) for bound in (window_first, window_end)]
-    tainted = jnp.zeros_like(slot_first)
-    if operands.tainted is not None:
-        tainted = by_tile(operands.tainted.astype(jnp.int32))
-    rows = [*window, slot_first, slot_end, tainted]
-    bounds = jnp.stack([*rows, *[jnp.zeros_like(tainted)] * (8 - len(rows))], axis=2)
+    flags = jnp.zeros_like(slot_first) if tainted is None else by_tile(tainted.astype(jnp.int32))
+    rows = [*window, slot_first, slot_end, flags]
+    bounds = jnp.stack([*rows, *[jnp.zeros_like(slot_first)] * (8 - len(rows))], axis=2)
     bounds = jnp.tile(bounds, (1, 1, 1, LANES // tokens))
 
     some = slot_end > slot_first
     end = jnp.where(some, slot_end, 0).max(axis=2)
     first = jnp.where(some, slot_first, end[..., None]).min(axis=2) // SUBLANES * SUBLANES
     blocks = jnp.maximum(-(-(end - first - plan.first_slots) // plan.block_slots), 0)
-    flags = jnp.zeros_like(first) if quiet is None else jnp.any(by_tile(quiet) | ~seen, axis=2).astype(jnp.int32)
-    spans = jnp.stack([first, blocks, flags, jnp.zeros_like(first)], axis=2)
+    rare = jnp.zeros_like(first) if quiet is None else jnp.any(by_tile(quiet) | ~seen, axis=2).astype(jnp.int32)
+    spans = jnp.stack([first, blocks, rare, jnp.zeros_like(first)], axis=2)
     return TileArrays(bounds, spans[:, :, None])
 
 

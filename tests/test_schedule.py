@@ -41,7 +41,7 @@ def test_a_step_and_its_conditional_parts(tmp_path):
     lines = [(0, "%s = smov.u32 0", ""), *body, (1, "%3 = sbr.rel (!%p) target = $region1", ""), (0, "halt", "")]
     write(tmp_path, "kernel.2", bundles([(0, "%z = smov.u32 1", "Start region 1"), *lines]))
     (kernel,) = kernel_schedules(tmp_path)
-    assert kernel == KernelSchedule("kernel.2", len(body) + 1 - 3 - 5, (3, 5), 0)
+    assert kernel == KernelSchedule("kernel.2", len(body) + 1 - 3 - 5, (3, 5), ())
 
 
 def test_all_of_a_step_may_stand_under_one_condition(tmp_path):
@@ -62,10 +62,11 @@ def test_a_comment_may_take_lines(tmp_path):
     assert kernel_schedules(tmp_path)[0].step == 2
 
 
-def test_inner_loops_are_counted_once_and_told(tmp_path):
-    write(tmp_path, "kernel", bundles([(1, "%i = sphi %0", ""), (2, "%j = sphi %0", ""), (2, "", ""), (1, "", "")]))
+def test_loops_within_a_step_are_counted_once_and_told(tmp_path):
+    loop = [(2, "%j = sphi %0", ""), (2, "", "")]
+    write(tmp_path, "kernel", bundles([(1, "%i = sphi %0", ""), *loop, (1, "", ""), *loop, loop[1], (1, "", "")]))
     (kernel,) = kernel_schedules(tmp_path)
-    assert (kernel.step, kernel.inner_loops) == (4, 1)
+    assert (kernel.step, kernel.loops) == (8, (2, 3))
 
 
 def test_a_kernel_without_a_grid(tmp_path):

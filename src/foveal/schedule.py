@@ -95,7 +95,7 @@ def _schedule(name: str, text: str) -> KernelSchedule:
     step = _nested(inside[0], inside[-1] + 1, _conditional(bodies, inside))
     base = step.size
     # Steps before the first and after the last only move data: all the work is under one condition.
-    while len(whole := [part for part in step.parts if part.size > 0.9 * step.size]) == 1 and whole[0].parts:
+    while len(whole := [part for part in step.parts if part.size > 0.8 * step.size]) == 1 and whole[0].parts:
         step = whole[0]
     own = (p for p in step.parts if not any(_TRANSFER.search(body) for body in bodies[p.start : p.end]))
     branches = tuple(part.size for part in own)

@@ -13,8 +13,8 @@ from foveal.geometry import Documents, Visibility
 from foveal.schedule import KernelSchedule
 
 S, H, D, W, M = 1024, 4, 64, 128, 2
-FORWARD = KernelSchedule("splash_mqa_fwd_residuals.3", 10**2, (1, 2 * 10**6, 10**6, 10**4), 0)
-BACKWARD = KernelSchedule("splash_mqa_dkv_no_residuals.1", 10**2, (1, 2 * 10**6, 10**6, 10**4, 3 * 10**4), 0)
+FORWARD = KernelSchedule("splash_mqa_fwd_residuals.3", 10**2, (1, 2 * 10**6, 10**6, 10**4), ())
+BACKWARD = KernelSchedule("splash_mqa_dkv_no_residuals.1", 10**2, (1, 2 * 10**6, 10**6, 10**4, 3 * 10**4), ())
 BLOCKS = SplashBlocks(128, 128, 256, 256, stacked_heads=2)
 Q = jax.ShapeDtypeStruct((3, S, H, D), jnp.bfloat16)
 VISIBILITY = Visibility(Documents.unpacked(3, S), W, M)
@@ -55,11 +55,11 @@ def test_backward_by_hand(together, space, monkeypatch):
 
 def test_other_kernels():
     backend = Splash(blocks=BLOCKS)
-    assert backend.cycles([KernelSchedule("other.1", 5, (), 0)], Q, VISIBILITY) is None
+    assert backend.cycles([KernelSchedule("other.1", 5, (), ())], Q, VISIBILITY) is None
     for broken in (
-        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2), 0),  # parts are missing
-        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 9, 2, 9), 0),  # those are others
-        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2, 2, 1), 1),  # a loop, whose count is not known
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2), ()),  # parts are missing
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 9, 2, 9), ()),  # those are others
+        KernelSchedule("splash_mqa_fwd_residuals", 5, (1, 2, 2, 1), (5,)),  # a loop, whose count is not known
     ):
         with pytest.raises(ValueError, match="schedules: expected 4 conditional parts and no loop in a step"):
             backend.cycles([broken], Q, VISIBILITY)

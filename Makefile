@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 # Two test workers: each of them compiles on more than one thread. What a worker compiles for one test it has for its
 # next, so tests of a file go to one worker until the other has nothing left (worksteal).
 WORKERS ?= 2
+TESTS ?= tests
 SUITES ?= core layer long bf16
 
 VENV := .venv
@@ -25,13 +26,13 @@ demo: $(VENV)/.demo-installed ## Run the demo
 	$(BIN)/foveal demo
 
 test: $(VENV)/.test-installed ## Run the tests, parity with transformers included
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 test-quick: $(VENV)/.test-installed ## Run the quick tests, two minutes
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "quick and not slow" --hypothesis-profile=quick $(PYTEST_ARGS) tests
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "quick and not slow" --hypothesis-profile=quick $(PYTEST_ARGS) $(TESTS)
 
 test-newest: $(NEWEST)/.test-installed ## Run the tests on the newest Python and JAX to be had, without torch
-	$(NEWEST)/bin/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests
+	$(NEWEST)/bin/pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) $(TESTS)
 
 bench: $(VENV)/.test-installed ## Compare with dense and transformers, minutes
 	set -e; for suite in $(SUITES); do \

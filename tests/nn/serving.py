@@ -19,11 +19,11 @@ class Served:
 
     def __init__(self, layer_type, *, dtype=jnp.float32, seed=0, sizes=(1, 4, 48), **changes):
         self.config = dataclasses.replace(CONFIG, **changes)
-        params = random_params(self.config, layer_type, seed)
-        self.layer = build(layer_type, params, self.config, dtype=dtype, param_dtype=dtype)
+        self.params = random_params(self.config, layer_type, seed)
+        self.layer = build(layer_type, self.params, self.config, dtype=dtype, param_dtype=dtype)
         self.sizes = sizes
         self.traced = jax.jit(self.layer.prefill)
-        self._full = jax.jit(self.layer)
+        self._full = self.packed = jax.jit(self.layer)
 
     def full(self, x) -> np.ndarray:
         """One pass over whole rows [B, S, E], one at a time: for any number of rows the same program."""

@@ -169,17 +169,6 @@ def test_what_lies_beyond_a_row_changes_no_bit(layer_type):
         np.testing.assert_array_equal(np.concatenate(got), np.concatenate(want))
 
 
-@every_layer_type
-def test_rows_do_not_touch_each_other(layer_type):
-    layer, x = served(layer_type), text(5)
-    cache = layer.layer.init_cache(3, CAPACITY, max_rollback=ROLLBACK)
-    out, filled = layer.append(cache, [x[0, :30], x[1, :7], x[2, :13]])
-    other, refilled = layer.append(cache, [x[2, :9], x[1, :7], np.full_like(x[0, :20], np.nan)])
-    np.testing.assert_array_equal(other[1], out[1])
-    token = [x[1, 7:8]] * 3
-    np.testing.assert_array_equal(layer.append(filled, token)[0][1], layer.append(refilled, token)[0][1])
-
-
 @pytest.mark.slow
 def test_bfloat16_is_near_float32():
     for layer_type in LayerType:

@@ -2,6 +2,7 @@
 
 from foveal import exporting as exporting  # registers the pytrees with jax.export
 from foveal.backends.splash import Splash, SplashBlocks, SplashDynamic
+from foveal.backends.tpu import Fused
 from foveal.cache import AttentionCache
 from foveal.cache_stack import CacheStack
 from foveal.checkpoint import CheckpointError, Dialect, from_maxtext, load_attention, save_attention, to_maxtext
@@ -47,6 +48,7 @@ __all__ = [
     "Dialect",
     "Documents",
     "EntryRange",
+    "Fused",
     "GroupedLinear",
     "IndexerLoss",
     "IndexerRecall",

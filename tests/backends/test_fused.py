@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from foveal import Documents, EntryRange, Visibility, core_attention, explain
-from foveal.backends.tpu import Fused
+from foveal import Documents, EntryRange, Fused, Visibility, core_attention, explain
 from tests.support.core_attention import assert_same, both_ways, operands
 
 FUSED = Fused(interpret=True)
@@ -164,7 +163,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_alone(operand, value, rng):
     np.testing.assert_array_equal(np.asarray(lse)[0][~reached], np.asarray(clean_lse)[0][~reached])
     # As if the queries that are lost had no cotangents.
     quiet = [np.where(reached[None, :, :, None], 0.0, cotangents[0]), np.where(reached[None], 0.0, cotangents[1])]
-    sound = jnp.where(jnp.isfinite(q), q, 0.0), *(jnp.where(jnp.isfinite(a), a, 0.0) for a in (kv, entries)), sinks
+    sound = *(jnp.where(jnp.isfinite(jnp.asarray(a)), jnp.asarray(a), 0.0) for a in (q, kv, entries)), sinks
     expected = densely(sound, PACKED, [c.astype(np.float32) for c in quiet])[1]
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
@@ -177,7 +176,7 @@ def test_huge_keys_that_no_query_sees_change_no_bit(rng):
     args, cotangents = operands(rng, 1, LENGTH, H, D, PACKED.slots, np.float32)
     unseen = ~np.asarray(PACKED.entry_mask())[0].any(axis=0)
     assert unseen.any()
-    huge = poisoned(args[2], (0, unseen), np.finfo(np.float32).max)
+    huge = poisoned(args[2], (0, unseen), float(np.finfo(np.float32).max))
     cotangents = 1e6 * cotangents[0], cotangents[1]
     for got, expected in zip(
         jax.tree.leaves(attend((*args[:2], huge, args[3]), PACKED, None, cotangents)),
@@ -258,6 +257,7 @@ def test_batch_and_heads_over_a_mesh(rng):
     ],
 )
 def test_calls_that_are_refused(changed, reason):
+    changed = dict(changed)
     of, dim = jax.ShapeDtypeStruct, changed.pop("dim", D)
     slots, dtype = changed.pop("slots", 4), changed.pop("dtype", np.float32)
     indices = of((1, 16, 2), np.int32) if changed.pop("indices", False) else None
@@ -267,7 +267,7 @@ def test_calls_that_are_refused(changed, reason):
     def explained(q, kv, entries, indices):
         return explain(
             q, kv, entries, visibility=visibility, indices=indices, implementation=implementation, **changed
-        ).verdicts[0].reason  # fmt: skip
+        ).verdicts[-1].reason  # fmt: skip
 
     found = []
     jax.eval_shape(

@@ -45,7 +45,10 @@ MISTAKES = [
         "compile --blocks 128,128,256,100,1 --implementation splash",
         "--blocks: kv_backward: expected an int >= 128, got 100",
     ),
-    ("compile --blocks 128,128,256,256,1", "--blocks: expected --implementation splash or splash_dynamic, got none"),
+    (
+        "compile --blocks 128,128,256,256,1",
+        "--blocks: expected --implementation splash or splash_dynamic or fused, got none",
+    ),
     ("compile --blocks 128,128,128,128,1 --implementation chunked", "--blocks: expected --implementation splash"),
     (
         "compile --blocks 128,128,256,256,3 --implementation splash",

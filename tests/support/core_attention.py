@@ -15,8 +15,8 @@ from foveal.ops import core_attention
 from foveal.testing.numerics import assert_close, assert_gradients_close
 from foveal.testing.reference import reference_core_attention
 
-EMULATED = ("splash", "splash_dynamic")
-"""Backends whose kernels take seconds per case to emulate: they have tests of their own, `test_splash*.py`."""
+EMULATED = ("splash", "splash_dynamic", "fused")
+"""Backends whose kernels take seconds per case to emulate: their tests are `test_splash*.py` and `test_fused.py`."""
 IMPLEMENTATIONS = tuple(name for name in registry.names() if name not in EMULATED)
 """All others, each of which the tests of core attention run: a new backend is among them once it is registered."""
 NAMES = ("q", "kv", "entries", "sinks")

@@ -11,8 +11,8 @@ from foveal.backends.splash import Splash, SplashDynamic
 from foveal.backends.tpu import Fused
 from foveal.checks import described
 
-_PREFERENCE: tuple[Backend, ...] = (Fused(), Splash(), Chunked(), SplashDynamic(), Dense())
-"""Order in which `implementation=None` tries them."""
+_PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense(), Fused())
+"""Order in which `implementation=None` tries them: `fused` runs by name only, since `chunked` can run any call."""
 
 
 @dataclasses.dataclass(frozen=True)

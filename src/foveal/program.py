@@ -31,7 +31,9 @@ def platform() -> str:
 def device_kind() -> str:
     """The vendor's name of the program's devices, such as "TPU v5p"; see `platform`."""
     device = _device()
-    return jax.devices(device)[0].device_kind if isinstance(device, str) else device.device_kind
+    if isinstance(device, str):
+        device = jax.devices(None if device == jax.default_backend() else device)[0]
+    return device.device_kind
 
 
 def _device() -> Any:

@@ -127,7 +127,7 @@ def test_on_a_cpu_nothing_changes():
         told = explain(**call)
         assert told.chosen == "chunked"
         cannot = {v.name for v in told.verdicts if v.reason == f"cannot: {ON_A_CPU}"}
-        assert cannot == {"splash", "splash_dynamic"}
+        assert cannot == {"splash", "splash_dynamic", "fused"}
         assert jax.jit(core_attention)(**call).shape == (1, 32, 2, 4)
 
 

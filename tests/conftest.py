@@ -10,7 +10,7 @@ from collections.abc import Iterator
 # Before jax is imported: it reads these once.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # LLVM's optimisations are left out: most of the time goes into compiling what runs once. XLA's own passes all run. With
-# them: XLA_FLAGS=--xla_backend_optimization_level=3, as .ci/run has it for tests/ops. What is given counts.
+# them: XLA_FLAGS=--xla_backend_optimization_level=3, as .ci/run has it on the newest Python. What is given counts.
 os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0", os.environ.get("XLA_FLAGS", "")]
 ).strip()

@@ -191,7 +191,7 @@ def test_a_report_is_written_as_the_command_prints_it(tmp_path, monkeypatch, cap
     compiled.main(["small", "--out", str(tmp_path)])
     (row,) = map(json.loads, (tmp_path / "compile-small.jsonl").read_text().splitlines())
     assert (row["preset"], row["verdict"]) == ("tiny", "compiles")
-    monkeypatch.setattr(compiled, "command", lambda name: [sys.executable, "-c", "raise SystemExit(2)"])
+    monkeypatch.setitem(compiled.REPORTS, "small", ("--target", "none"))
     with pytest.raises(SystemExit, match="small: foveal compile ended with code 2"):
         compiled.main(["small", "--out", str(tmp_path)])
 

@@ -13,14 +13,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["generate", "train_tiny", "-m examples.generate"])
-def test_an_example_runs_as_a_script_and_as_a_module(name, tmp_path):
-    """Without the checkout on Python's path, but for what `-m` puts there: the folder that it is run from.
-
-    `generate` imports `train_tiny`, so that it shows how that is found either way.
-    """
-    script = [str(ROOT / "examples" / f"{name}.py")]
-    command, folder = (name.split(), ROOT) if name.startswith("-m") else (script, tmp_path)
+@pytest.mark.parametrize("way", ["script", "script of this folder", "module"])
+@pytest.mark.parametrize("name", ["generate", "train_tiny"])
+def test_an_example_runs_as_a_script_and_as_a_module(name, way, tmp_path):
+    """Without the checkout on Python's path, but for what `-m` puts there: the folder that it is run from."""
+    command, folder = {
+        "script": ([str(ROOT / "examples" / f"{name}.py")], tmp_path),
+        "script of this folder": ([f"examples/{name}.py"], ROOT),
+        "module": (["-m", f"examples.{name}"], ROOT),
+    }[way]
     done = subprocess.run(
         [sys.executable, *command, "--out", str(tmp_path / "none"), "--seed", "x"],
         cwd=folder,

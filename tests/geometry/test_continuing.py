@@ -61,7 +61,7 @@ def test_they_see_what_they_would_in_the_whole_row(length, count, sizes):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def layout_of(length, count, ratio, history):
-    """What a layout says, and its windows of rows that are numbered as in the whole document."""
+    """Properties of a layout, and its windows of rows that are numbered as in the whole document."""
     layout = WindowLayout.continuing(length, count, SIZE, ratio, history=history)
     assert layout.rows == history + SIZE
     numbers = (length[:, None] - history + jnp.arange(history + SIZE, dtype=jnp.int32)[None])[..., None]

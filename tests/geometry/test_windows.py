@@ -82,7 +82,7 @@ SHAPES = [*((length, ratio) for length in (7, 24) for ratio in (1, 2, 3, 4, 8)),
 )
 @given(data=st.data())
 def test_windows_by_brute_force(length, ratio, alignment, data):
-    """Of aligned documents they are a reshape: a promise changes how windows are read, never which they are."""
+    """A promised alignment makes them a reshape: it changes how windows are read, never which they are."""
     check_windows(data.draw(segment_ids(length, multiple=alignment)), ratio, alignment)
 
 

@@ -151,7 +151,7 @@ _pure_layers, _compiled_references = functools.cache(PureLayer), functools.cache
 
 
 def pure_layer(layer_type, *, select="top_k", dtype=jnp.float32, **changes: Any) -> PureLayer:
-    """Of the tiny config with changes: the same object every time."""
+    """The layer of the tiny config with changes; always the same object for the same arguments."""
     return _pure_layers(layer_type, select, np.dtype(dtype), dataclasses.replace(CONFIG, **changes))
 
 

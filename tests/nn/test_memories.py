@@ -1,4 +1,4 @@
-"""What a layer's outputs must be, whatever memory it attends to: see `MEMORIES`."""
+"""Properties of a layer's outputs that hold for every memory it can attend to (`MEMORIES`)."""
 
 import functools
 

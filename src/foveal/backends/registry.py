@@ -12,7 +12,7 @@ from foveal.backends.tpu import Fused
 from foveal.checks import described
 
 _PREFERENCE: tuple[Backend, ...] = (Splash(), Chunked(), SplashDynamic(), Dense(), Fused())
-"""Order in which `implementation=None` tries them: `fused` runs by name only, since `chunked` can run any call."""
+"""Order in which `implementation=None` tries them. Those after `chunked`, which can run any call, run only if named."""
 
 
 @dataclasses.dataclass(frozen=True)

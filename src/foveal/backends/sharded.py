@@ -26,22 +26,33 @@ def sharding_refusal(sharding: PartitionSpec | None, operands: Operands, cure: s
     """
     if sharding is None:
         axes = automatic_axes(operands)
-        return (
-            f"XLA cannot divide its kernels over mesh axes {', '.join(map(repr, axes))}: use {cure}" if axes else None
-        )
+        what = ", ".join(map(repr, axes))
+        return f"XLA cannot divide its kernels over mesh axes {what}: use {cure}" if axes else None
     _, rows, _, dim = (*sharding, None, None, None, None)[:4]
     if rows is not None:
         return f"mesh axis {rows!r} over the sequence: windows and entries would cross devices"
     if dim is not None:
         return f"mesh axis {dim!r} over the head dim: logits would be sums over devices"
+    mesh = jax.sharding.get_abstract_mesh()
+    absent = [name for axis in (0, 2) for name in _names(sharding, axis) if name not in mesh.axis_names]
+    if absent:
+        return f"the mesh in context has no axis {', '.join(map(repr, absent))}: set one, as by jax.set_mesh"
+    for what, axis in (("batch rows", 0), ("heads", 2)):
+        size, devices = operands.q.shape[axis], devices_along(sharding, axis)
+        if size % devices:
+            return f"{size} {what} cannot be divided among {devices} devices"
     return None
 
 
 def devices_along(sharding: PartitionSpec | None, axis: int) -> int:
     """Number of devices of the mesh in context that an axis is sharded over."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in _names(sharding, axis))
+
+
+def _names(sharding: PartitionSpec | None, axis: int) -> tuple[str, ...]:
+    """Mesh axes that an axis is sharded over."""
     names = sharding[axis] if sharding is not None and len(sharding) > axis else None
-    names = names if isinstance(names, tuple) else () if names is None else (names,)
-    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+    return names if isinstance(names, tuple) else () if names is None else (names,)
 
 
 def run_sharded(function: Callable[[Operands], Results], operands: Operands, sharding: PartitionSpec | None) -> Results:

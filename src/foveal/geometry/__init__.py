@@ -14,6 +14,7 @@ from foveal.geometry.visibility import (
     complete_windows,
     max_history,
     membership,
+    union,
     window_first,
 )
 from foveal.geometry.windows import WindowLayout, as_layout, window_halo
@@ -37,6 +38,7 @@ __all__ = [
     "max_history",
     "membership",
     "pack_documents",
+    "union",
     "unpack",
     "window_first",
     "window_halo",

@@ -26,9 +26,7 @@ class TileRanges(NamedTuple):
     @property
     def slots(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
         """First slot and one past the last that any query of the tile sees; equal if there is none."""
-        some = self.entry_first < self.entry_end
-        end = jnp.where(some, self.entry_end, 0).max()
-        return jnp.where(some, self.entry_first, end).min(), end
+        return union(self.entry_first, self.entry_end)
 
     def slot_blocks(self, size: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
         """The first block of `size` slots, and one past the last, that any query of the tile sees."""
@@ -42,6 +40,13 @@ class TileRanges(NamedTuple):
     def sees(self, first_slot: int | Int32[Array, ""], count: int) -> Bool[Array, "B T count"]:
         """bool [B, T, count] or [1, T, count]: whether each query sees slots [first_slot, first_slot + count)."""
         return _in_range(self[2:], count, first_slot)
+
+
+def union(first: Array, end: Array, axis: int | None = None) -> tuple[Array, Array]:
+    """The smallest range that contains ranges [first, end), over one axis or all; empty ones count for nothing."""
+    some = first < end
+    last = jnp.where(some, end, 0).max(axis=axis, keepdims=True)
+    return jnp.where(some, first, last).min(axis=axis), last.squeeze(axis)
 
 
 T = TypeVar("T", int, np.ndarray, jax.Array)

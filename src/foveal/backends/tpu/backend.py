@@ -28,7 +28,8 @@ _PRECISIONS = (None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Pr
 class Fused(Backend):
     """Foveal's TPU kernels: for sliding and HCA layers, documents anywhere, and rows that continue others.
 
-    They have run in JAX's emulator of TPUs and been compiled for TPUs, but not run on one.
+    They have been compiled for TPUs and run in JAX's emulator of them, but not on a TPU. Under `jax.vmap` they run once
+    for each mapped element.
 
     Attributes:
         sharding: partition spec of q, [B, S, H, D], on the mesh in context, for `jax.shard_map`. None on one device, or

@@ -27,17 +27,17 @@ def kernel_cycles(
 
 
 def _kernel(schedule: KernelSchedule, plan: FusedPlan, rare: int, visibility: Visibility) -> int:
-    """Bundles of a kernel's tiles. The first `rare` conditional parts, for rows that are quiet, are not counted."""
+    """Bundles of a kernel's tiles, a lower bound: steps that only finish raw keys are not counted.
+
+    Nor are the `rare` first of its conditional parts, for quiet rows. Two parts may follow, without a loop over blocks
+    of slots and with one.
+    """
     blocks = np.asarray(tile_arrays(plan, visibility).spans)[..., BLOCKS]
     parts, loops = schedule.branches[rare:], schedule.loops
+    if (len(schedule.branches), len(loops)) != (rare + 2 * plan.loops, int(plan.loops)):
+        raise ValueError(f"schedules: expected {rare + 2 * plan.loops} conditional parts in a step, got {schedule}")
+    steps = blocks.size * schedule.step
     if not plan.loops:
-        parts, loops = (0, 0), (0,)
-    elif len(parts) != 2 or len(loops) != 1:
-        raise ValueError(
-            f"schedules: expected a part without and a part with a loop in a step, and one loop, got {schedule}"
-        )
-    (alone, looped), (block,) = parts, loops
-    further = blocks > 0
-    return int(
-        blocks.size * schedule.step + (~further).sum() * alone + further.sum() * (looped - block) + blocks.sum() * block
-    )
+        return steps
+    (alone, looped), (block,), further = parts, loops, blocks > 0
+    return int(steps + (~further).sum() * alone + further.sum() * (looped - block) + blocks.sum() * block)

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: matmuls, masks and rows of numbers.
+"""Parts of both kernels: running them, matmuls, masks, and rows of numbers.
 
 Scores are transposed, [keys, rows]: a row's statistics are then vectors along lanes, and sums over keys need no
 exchange between lanes.

@@ -26,7 +26,7 @@ _FEW_SLOTS, _FIRST_SLOTS = 32, 112
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What the kernels must know of a TPU generation.
+    """Sizes that suit a TPU generation.
 
     Attributes:
         block_slots: slots of a block: those that fill the matrix unit.
@@ -39,13 +39,14 @@ class Chip:
     vmem_bytes: int
 
 
-_CHIPS = {"v5p": Chip(128, 512, 48 << 20), "v5": Chip(128, 512, 48 << 20), "tpu7x": Chip(256, 256, 40 << 20)}
-_OTHERS = Chip(256, 256, 90 << 20)
+_V5P, _V6E, _V7X = Chip(128, 512, 48 << 20), Chip(256, 256, 90 << 20), Chip(256, 256, 40 << 20)
+CHIPS = {"TPU v5": _V5P, "TPU v5p": _V5P, "TPU v5 lite": _V6E, "TPU v6 lite": _V6E, "TPU7x": _V7X}
+"""Chips by the name that JAX has for their devices."""
 
 
 def chip() -> Chip:
-    """Return the chip of the program's devices; emulated kernels run on one of the largest."""
-    return _CHIPS.get(device_kind().lower().removeprefix("tpu").strip(), _OTHERS)
+    """Return the chip of the program's devices; for one that is not in `CHIPS`, the one with the least VMEM."""
+    return CHIPS.get(device_kind(), _V7X)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class FusedPlan:
 
 @dataclasses.dataclass(frozen=True)
 class FusedSizes:
-    """What a user chooses of a plan.
+    """Choices of a user that a plan follows.
 
     Attributes:
         block_slots: slots per step of the loop; None for the chip's.

@@ -1,4 +1,4 @@
-"""What the kernels read in the place of masks: bounds per token, and the slots that a tile takes."""
+"""Arrays that the kernels read in place of masks, and the layouts of their operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from foveal.backends.tpu.plan import LANES, SUBLANES, FusedPlan
-from foveal.geometry import Visibility
+from foveal.geometry import Visibility, union
 from foveal.typing import Array
 
 FIRST_SLOT, BLOCKS, QUIET = range(3)
@@ -55,9 +55,8 @@ def tile_arrays(
     bounds = jnp.stack([*rows, *[jnp.zeros_like(slot_first)] * (8 - len(rows))], axis=2)
     bounds = jnp.tile(bounds, (1, 1, 1, LANES // tokens))
 
-    some = slot_end > slot_first
-    end = jnp.where(some, slot_end, 0).max(axis=2)
-    first = jnp.where(some, slot_first, end[..., None]).min(axis=2) // SUBLANES * SUBLANES
+    first, end = union(slot_first, slot_end, axis=2)
+    first = first // SUBLANES * SUBLANES
     blocks = jnp.maximum(-(-(end - first - plan.first_slots) // plan.block_slots), 0)
     rare = jnp.zeros_like(first) if quiet is None else jnp.any(by_tile(quiet) | ~seen, axis=2).astype(jnp.int32)
     spans = jnp.stack([first, blocks, rare, jnp.zeros_like(first)], axis=2)
